@@ -1,0 +1,45 @@
+# Every target sets itself up in .venv; nothing else needs to be installed first.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+.DEFAULT_GOAL := test
+.PHONY: setup demo test lint types check bench clean
+
+setup: $(STAMP)
+
+demo: $(STAMP)
+	$(BIN)/shoestring profile wrn-28-2
+	$(BIN)/shoestring profile wrn-28-2 --precision fp16 --checkpoint 'residual-2*' --microbatch 10 --density 0.3
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -n 2
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+check: lint types test
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/profile_accuracy.py
+
+# Keeps .venv and runs/: both are slow to make again.
+clean:
+	rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit(None if sys.version_info >= (3, 11) else "shoestring needs Python 3.11 or newer, $(PYTHON) is " + v + "; try: make PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+
+# torch alone and first, so that the pin is resolved before anything can ask for another build.
+$(STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) install -c constraints.txt torch
+	$(PIP) install -c constraints.txt -e '.[dev]'
+	@touch $@
