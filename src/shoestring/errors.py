@@ -1,0 +1,65 @@
+"""What can go wrong, and how the command line ends when it does.
+
+Exception
+└── ShoestringError              exit 2: the call was wrong
+    ├── InputError (ValueError)  a bad argument, model or batch
+    │   └── SizeError            a size that cannot be read
+    ├── TraceError               the model could not be traced
+    ├── BudgetError              exit 1: nothing fits the budget
+    └── VerificationError        exit 1: what was measured is not what was promised
+
+UserWarning
+├── NoEffectWarning              a setting matched nothing in the model
+└── UnknownOperationWarning      an operation without a rule, so its bytes may be off
+"""
+
+from typing import ClassVar
+
+
+class ShoestringError(Exception):
+    """An error a user can act on: what happened, and optionally the way out."""
+
+    exit_status: ClassVar[int] = 2
+
+    def __init__(self, message: str, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+
+class InputError(ShoestringError, ValueError):
+    """An argument, model or batch that cannot be used."""
+
+
+class SizeError(InputError):
+    """A size that cannot be read as a number of bytes."""
+
+
+class TraceError(ShoestringError):
+    """The model, its batch or its loss could not be traced."""
+
+
+class BudgetError(ShoestringError):
+    """No plan fits the budget."""
+
+    exit_status = 1
+
+
+class VerificationError(ShoestringError):
+    """A measured step differs from the predicted or the plain one."""
+
+    exit_status = 1
+
+
+class NoEffectWarning(UserWarning):
+    """A setting that changed nothing, because nothing in the model matched it."""
+
+
+class UnknownOperationWarning(UserWarning):
+    """An operation the rules do not know, so that the bytes counted for it may be off."""
+
+
+def render(error: ShoestringError) -> str:
+    """The error as the command line prints it: kind and message, then the hint."""
+    line = f"{type(error).__name__}: {error.message}"
+    return line if error.hint is None else f"{line}\nhint: {error.hint}"
