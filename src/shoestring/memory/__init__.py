@@ -1,0 +1,1 @@
+"""From a trace to bytes: of one tensor, of a whole step, and as a device measures them."""
