@@ -1,0 +1,65 @@
+"""Bytes by role at every instant of a step, whichever accounting made them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..trace.graph import Role
+
+ROLES: tuple[Role, ...] = tuple(Role)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """So many bytes more (or fewer) from this instant on."""
+
+    instant: int
+    nbytes: int
+    role: Role
+    module: str
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Live bytes at each instant: one row an instant, one column a role."""
+
+    labels: tuple[tuple[str, str, str], ...]
+    """(operation, phase, module) of each instant."""
+    bytes_by_role: np.ndarray
+    changes: tuple[Change, ...]
+
+    @property
+    def totals(self) -> np.ndarray:
+        """Live bytes at each instant."""
+        totals: np.ndarray = self.bytes_by_role.sum(axis=1)
+        return totals
+
+    @property
+    def peak_instant(self) -> int:
+        """The first instant at which most is live."""
+        return int(self.totals.argmax()) if len(self.labels) else 0
+
+    def roles_at(self, instant: int) -> dict[Role, int]:
+        """Live bytes by role."""
+        return {role: int(self.bytes_by_role[instant, i]) for i, role in enumerate(ROLES)}
+
+    def modules_at(self, instant: int) -> dict[str, int]:
+        """Live bytes by module, largest first."""
+        live: dict[str, int] = {}
+        for change in self.changes:
+            if change.instant <= instant:
+                live[change.module] = live.get(change.module, 0) + change.nbytes
+        return dict(sorted(((m, b) for m, b in live.items() if b), key=lambda item: -item[1]))
+
+
+def build(changes: Sequence[Change], labels: Sequence[tuple[str, str, str]]) -> Timeline:
+    """Sum changes into live bytes."""
+    column = {role: i for i, role in enumerate(ROLES)}
+    table = np.zeros((len(labels) + 1, len(ROLES)), dtype=np.int64)
+    for change in changes:
+        if change.instant < len(labels):
+            table[change.instant, column[change.role]] += change.nbytes
+    return Timeline(tuple(labels), table.cumsum(axis=0)[: len(labels)], tuple(changes))

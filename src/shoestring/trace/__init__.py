@@ -1,0 +1,1 @@
+"""Model + batch + loss → a frozen graph of operations, captured on fake tensors."""

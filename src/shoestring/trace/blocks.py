@@ -1,0 +1,90 @@
+"""The parts of a model that matter to a technique: repeated blocks, sparsifiable weights, norms."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from torch import nn
+
+from .graph import Op, Phase, Trace
+
+_NORM_TYPES = (nn.modules.batchnorm._BatchNorm,)
+
+
+def is_normalization(module: nn.Module) -> bool:
+    """BatchNorm, which the report keeps in FP32 (Section 3.2)."""
+    return isinstance(module, _NORM_TYPES)
+
+
+def sparsifiable_names(model: nn.Module, ops: Iterable[Op]) -> frozenset[str]:
+    """The weights the report makes sparse (Sections 3.1 and 4.3).
+
+    A network of convolutions: every convolution but the first; the linear layers stay dense when
+    there is one (the classifier), and all but the last are sparse when there are more. Any other
+    network: every matrix of a linear layer, embedding or attention. Normalisation and biases
+    never. A tied weight counts once, under its first name.
+    """
+    convolutions: list[str] = []
+    matrices: list[str] = []
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            full = f"{path}.{name}" if path else name
+            if parameter.dim() < 2 or isinstance(module, _NORM_TYPES):
+                continue
+            if isinstance(module, nn.modules.conv._ConvNd):
+                convolutions.append(full)
+            else:
+                matrices.append(full)
+    if convolutions:
+        return frozenset(convolutions[1:]) | frozenset(matrices[:-1])
+    return frozenset(matrices)
+
+
+def find_blocks(trace: Trace) -> tuple[str, ...]:
+    """Paths of the repeated blocks, in the order they run.
+
+    Children of a container that carry a number (`layers.3`, `h.0`, `groups.1.2`), at least two of
+    them, each made of several modules: the outermost such level that is not itself only a list of
+    lists. These are the residual blocks and layers after which a checkpoint may stand.
+    """
+    classes = dict(trace.modules)
+    children: dict[str, list[str]] = {}
+    for path in classes:
+        if path:
+            children.setdefault(path.rpartition(".")[0], []).append(path)
+    found: set[str] = set()
+
+    def visit(path: str) -> None:
+        kids = children.get(path, [])
+        numbered = [k for k in kids if re.fullmatch(r"\d+", k.rpartition(".")[2])]
+        blocks = [k for k in numbered if children.get(k) and classes[k] not in _CONTAINERS]
+        if len(blocks) >= 2 and len({classes[b] for b in blocks}) < len(blocks):
+            found.update(blocks)
+            rest = [k for k in kids if k not in blocks]
+        else:
+            rest = kids
+        for kid in rest:
+            visit(kid)
+
+    visit("")
+    first: dict[str, int] = {}
+    for op in trace.ops:
+        if op.phase is Phase.FORWARD:
+            block = block_of(op.module, found)
+            if block is not None:
+                first.setdefault(block, op.index)
+    return tuple(sorted(first, key=first.__getitem__))
+
+
+_CONTAINERS = frozenset({"Sequential", "ModuleList"})
+
+
+def block_of(module: str, blocks: Iterable[str]) -> str | None:
+    """The block a module path lies in, if any."""
+    known = blocks if isinstance(blocks, (set, frozenset, dict)) else set(blocks)
+    while module:
+        if module in known:
+            return module
+        module = module.rpartition(".")[0]
+    return None

@@ -1,0 +1,76 @@
+"""Floating-point operations of one dispatched operation.
+
+Matrix products, convolutions and attention by `torch.utils.flop_counter`; what it does not know
+is elementwise or a reduction, and counted by its elements, so that recomputing a normalisation
+is cheap but not free (the report: under 1% of the total, Section 3.4).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+_COPIES = frozenset(
+    "clone copy_ _to_copy empty empty_like empty_strided new_empty new_empty_strided zeros "
+    "zeros_like new_zeros ones ones_like full full_like fill_ zero_ arange detach cat stack "
+    "constant_pad_nd index_select embedding gather native_dropout bernoulli_ repeat slice_backward "
+    "select_backward embedding_dense_backward".split()
+)
+
+# Operations per element of the largest tensor, counted from the formula of each.
+_PER_ELEMENT = {
+    "native_batch_norm": 7,
+    "_native_batch_norm_legit": 7,
+    "cudnn_batch_norm": 7,
+    "native_layer_norm": 7,
+    "native_group_norm": 7,
+    "native_batch_norm_backward": 9,
+    "cudnn_batch_norm_backward": 9,
+    "native_layer_norm_backward": 11,
+    "native_group_norm_backward": 11,
+    "_softmax": 4,
+    "_log_softmax": 4,
+    "_softmax_backward_data": 4,
+    "_log_softmax_backward_data": 4,
+    "gelu": 8,
+    "gelu_backward": 12,
+}
+
+
+def _recurrent(opname: str, args: tuple[Any, ...]) -> int | None:
+    """Gate products of a fused recurrent layer: 2·(input+hidden)·gates·hidden a time step."""
+    if opname not in ("mkldnn_rnn_layer", "_cudnn_rnn"):
+        return None
+    inputs = args[0]
+    weights = args[1:3] if opname == "mkldnn_rnn_layer" else args[1]
+    steps = inputs.shape[0] * inputs.shape[1]
+    return 2 * steps * sum(w.numel() for w in weights if isinstance(w, torch.Tensor) and w.dim() > 1)
+
+
+def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+    """Floating-point operations of this call."""
+    counter = flop_registry.get(func._overloadpacket)
+    if counter is not None:
+        return int(counter(*args, **kwargs, out_val=out))
+    opname = func._opname
+    if opname in _COPIES:
+        return 0
+    recurrent = _recurrent(opname, args)
+    if recurrent is not None:
+        return recurrent
+    if opname == "mkldnn_rnn_layer_backward":
+        steps = args[0].shape[0] * args[0].shape[1]
+        return 4 * steps * sum(w.numel() for w in args[1:3])
+    if opname == "_scaled_dot_product_flash_attention_for_cpu":
+        batch, heads, queries, width = args[0].shape
+        return int(4 * batch * heads * queries * args[1].shape[2] * width)
+    if opname == "_scaled_dot_product_flash_attention_for_cpu_backward":
+        batch, heads, queries, width = args[1].shape
+        return int(10 * batch * heads * queries * args[2].shape[2] * width)
+    largest = max(
+        (t.numel() for t in tree_leaves((args, out)) if isinstance(t, torch.Tensor)), default=0
+    )
+    return int(largest) * _PER_ELEMENT.get(opname, 1)

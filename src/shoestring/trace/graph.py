@@ -1,0 +1,174 @@
+"""The frozen result of a trace: operations, the values they read and write, the storages behind.
+
+A *storage* is one allocation. A *value* is what a storage holds between two writes: an in-place
+operation makes a new value on the same storage, a view refers to the value it looks at. So memory
+questions are asked of storages, and what a gradient needs is asked of values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import cached_property
+
+import torch
+
+
+class Phase(StrEnum):
+    """Which part of the training step an operation belongs to."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    RECOMPUTE = "recompute"
+    OPTIMIZER = "optimizer"
+
+
+class Role(StrEnum):
+    """What the bytes of a storage are for, in the report's words where it has them (Section 2.1)."""
+
+    MODEL = "model"
+    BUFFER = "buffer"
+    INPUT = "input"
+    GRADIENT = "gradient"
+    OPTIMIZER_STATE = "optimizer_state"
+    FORWARD_ACTIVATION = "forward_activation"
+    BACKWARD_ACTIVATION = "backward_activation"
+    TRANSIENT = "transient"
+    WORKSPACE = "workspace"
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """One allocation, live at the operations `birth <= i < death` (birth -1: before the step)."""
+
+    index: int
+    nbytes: int
+    birth: int
+    death: int
+    role: Role
+    module: str
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """What one storage holds between two writes."""
+
+    index: int
+    storage: int
+    numel: int
+    dtype: torch.dtype
+    producer: int
+    """Index of the operation that wrote it; -1 for what existed before the step."""
+    information_bits: int | None = None
+    """Bits per element that carry information, where fewer than the dtype has (a dropout mask: 1)."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor as one operation sees it: a view of a value."""
+
+    value: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool = False
+
+    @property
+    def numel(self) -> int:
+        """Number of elements the view shows."""
+        count = 1
+        for extent in self.shape:
+            count *= extent
+        return count
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One operation as PyTorch's dispatcher saw it, below autograd."""
+
+    index: int
+    name: str
+    phase: Phase
+    module: str
+    inputs: tuple[tuple[str, TensorSpec], ...]
+    """Tensor arguments by the names of the operator's schema; lists as `name.0`, `name.1`, …"""
+    outputs: tuple[TensorSpec, ...]
+    flops: int
+    is_view: bool
+    mutates: tuple[str, ...]
+    """Arguments written in place."""
+    differentiable: bool
+    """Autograd recorded it: gradients were enabled and an input requires one."""
+    function: int = -1
+    """The call of a custom autograd function it ran inside of; -1 for none."""
+    forward_op: int = -1
+    """For a backward operation, the forward operation whose gradient it computes."""
+    saved: tuple[int, ...] = ()
+    """Values a custom autograd function asked to keep (set on its last operation)."""
+    depthwise: bool = False
+    """A grouped convolution, which CUDA runs with kernels that need no workspace."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterSpec:
+    """One trainable or frozen parameter tensor and how it is to be stored."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    storage: int
+    has_gradient: bool
+    state_elements: tuple[int, ...] = ()
+    """Elements of each optimizer state tensor beside it (scalars left out)."""
+    normalization: bool = False
+    sparsifiable: bool = False
+    density: float = 1.0
+
+    @property
+    def numel(self) -> int:
+        """Dense number of elements."""
+        count = 1
+        for extent in self.shape:
+            count *= extent
+        return count
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A whole training step: forward, backward, optimizer, in the order they run."""
+
+    ops: tuple[Op, ...]
+    values: tuple[Value, ...]
+    storages: tuple[Storage, ...]
+    parameters: tuple[ParameterSpec, ...]
+    modules: tuple[tuple[str, str], ...]
+    """(path, class name) of every module, containers included."""
+    inputs: tuple[int, ...]
+    """Values of the batch."""
+    loss: int
+    """The value of the loss."""
+    batch_elements: int
+    device: str
+    optimizer: str
+    checkpoint: str = "none"
+    """The recomputation strategy a technique asked for; the trace itself is of the plain step."""
+    precision: str = "fp32"
+    warnings: tuple[str, ...] = field(default=())
+
+    @cached_property
+    def forward_ops(self) -> tuple[Op, ...]:
+        """The operations of the forward pass, the loss included."""
+        return tuple(op for op in self.ops if op.phase is Phase.FORWARD)
+
+    @property
+    def forward_flops(self) -> int:
+        """Floating-point operations of the forward pass."""
+        return self._flops(Phase.FORWARD)
+
+    @property
+    def backward_flops(self) -> int:
+        """Floating-point operations of the backward pass, without recomputation."""
+        return self._flops(Phase.BACKWARD)
+
+    def _flops(self, phase: Phase) -> int:
+        return sum(op.flops for op in self.ops if op.phase is phase)

@@ -1,0 +1,346 @@
+"""Follow every operation and every storage of a running step, on fake or on real tensors.
+
+The same recorder serves the prediction (fake tensors) and the CPU measurement (real ones): it sees
+what the dispatcher sees, below autograd, and learns of a storage's end from a weak reference.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from .flops import flops_of
+from .graph import Op, Phase, TensorSpec
+
+_MASK_MAKERS = ("bernoulli", "bernoulli_")
+
+
+@dataclass(slots=True)
+class StorageRecord:
+    """What is known of a storage while the step runs."""
+
+    index: int
+    nbytes: int
+    birth: int
+    death: int | None
+    module: str
+    phase: Phase | None
+    value: int = -1
+    reference: weakref.ref[Any] | None = None
+
+
+@dataclass(slots=True)
+class ValueRecord:
+    """What is known of a value while the step runs."""
+
+    storage: int
+    numel: int
+    dtype: torch.dtype
+    producer: int
+    information_bits: int | None = None
+
+
+@dataclass
+class Recorder(TorchDispatchMode):
+    """A dispatch mode that writes down operations and the lives of storages."""
+
+    on_change: Callable[[int], None] | None = None
+    """Called with the live bytes after each birth and death, when someone measures."""
+    ops: list[Op] = field(default_factory=list)
+    storages: list[StorageRecord] = field(default_factory=list)
+    values: list[ValueRecord] = field(default_factory=list)
+    phase: Phase = Phase.FORWARD
+    recording: bool = True
+    live_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        self._by_address: dict[int, int] = {}
+        self._module_stack: list[str] = []
+        self._module_paths: dict[int, str] = {}
+        self._first_op_of_node: dict[int, int] = {}
+        self._function_stack: list[int] = []
+        self._function_count = 0
+        self._function_saved: dict[int, tuple[int, ...]] = {}
+
+    # -- storages ------------------------------------------------------------------------------
+
+    def storage_of(self, tensor: torch.Tensor) -> StorageRecord | None:
+        """The record of the tensor's storage, made on first sight."""
+        try:
+            storage = tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):
+            return None
+        address = storage._cdata
+        index = self._by_address.get(address)
+        if index is not None:
+            record = self.storages[index]
+            if storage.nbytes() != record.nbytes:
+                self.live_bytes += storage.nbytes() - record.nbytes
+                record.nbytes = storage.nbytes()
+            return record
+        record = StorageRecord(
+            index=len(self.storages),
+            nbytes=storage.nbytes(),
+            birth=len(self.ops) if self.recording else -1,
+            death=None,
+            module=self._module_stack[-1] if self._module_stack else "",
+            phase=self.phase if self.recording else None,
+        )
+        self.storages.append(record)
+        self._by_address[address] = record.index
+
+        def gone(_: Any, record: StorageRecord = record, address: int = address) -> None:
+            record.death = len(self.ops)
+            if self._by_address.get(address) == record.index:
+                del self._by_address[address]
+            self.live_bytes -= record.nbytes
+            if self.on_change is not None:
+                self.on_change(self.live_bytes)
+
+        record.reference = weakref.ref(storage, gone)
+        self.live_bytes += record.nbytes
+        if self.on_change is not None:
+            self.on_change(self.live_bytes)
+        return record
+
+    def resident(self, tensor: torch.Tensor, module: str = "") -> StorageRecord | None:
+        """Note a tensor that exists before the step."""
+        record = self.storage_of(tensor)
+        if record is not None:
+            record.birth, record.phase = -1, None
+            record.module = record.module or module
+            if record.value < 0:
+                self._new_value(record, tensor, producer=-1)
+        return record
+
+    def _new_value(self, record: StorageRecord, tensor: torch.Tensor, producer: int) -> int:
+        itemsize = max(tensor.element_size(), 1)
+        self.values.append(
+            ValueRecord(record.index, record.nbytes // itemsize, tensor.dtype, producer)
+        )
+        record.value = len(self.values) - 1
+        return record.value
+
+    def spec(self, tensor: torch.Tensor, producer: int = -1) -> TensorSpec | None:
+        """The tensor as a view of the value its storage holds now."""
+        record = self.storage_of(tensor)
+        if record is None:
+            return None
+        if record.value < 0:
+            self._new_value(record, tensor, producer)
+        return TensorSpec(
+            record.value, tuple(map(int, tensor.shape)), tensor.dtype, tensor.requires_grad
+        )
+
+    # -- operations ----------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "prim" or not self.recording:
+            return self._unrecorded(func, args, kwargs)
+        if self.phase is Phase.OPTIMIZER and func is torch.ops.aten._local_scalar_dense.default:
+            return 1.0  # the step count of an optimizer: any number does, no size depends on it
+        schema = func._schema
+        inputs: list[tuple[str, TensorSpec]] = []
+        mutates: list[str] = []
+        for position, argument in enumerate(schema.arguments):
+            given = args[position] if position < len(args) else kwargs.get(argument.name)
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            for name, tensor in _tensors(argument.name, given):
+                spec = self.spec(tensor)
+                if spec is not None:
+                    inputs.append((name, spec))
+                    if written:
+                        mutates.append(name)
+        written_tensors = [
+            tensor
+            for position, argument in enumerate(schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+            for _, tensor in _tensors(
+                argument.name,
+                args[position] if position < len(args) else kwargs.get(argument.name),
+            )
+        ]
+        out = func(*args, **kwargs)
+        index = len(self.ops)
+        for tensor in written_tensors:
+            record = self.storage_of(tensor)
+            if record is not None:
+                self._new_value(record, tensor, index)
+        returned = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        outputs = [spec for t in returned if (spec := self.spec(t, index)) is not None]
+        is_view = any(
+            result.alias_info is not None and not result.alias_info.is_write
+            for result in schema.returns
+        )
+        if is_view and outputs and not any(s.value == outputs[0].value for _, s in inputs):
+            is_view = False  # reshape and contiguous may copy after all
+        self._note_masks(func, inputs, outputs, mutates)
+        self.ops.append(self._op(index, func, args, kwargs, out, inputs, outputs, is_view, mutates))
+        return out
+
+    def _unrecorded(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and self.phase is Phase.OPTIMIZER:
+            return 1.0
+        out = func(*args, **kwargs)
+        if func.namespace != "prim":
+            for leaf in tree_leaves(out):
+                if isinstance(leaf, torch.Tensor):
+                    self.storage_of(leaf)
+        return out
+
+    def _op(
+        self,
+        index: int,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        out: Any,
+        inputs: list[tuple[str, TensorSpec]],
+        outputs: list[TensorSpec],
+        is_view: bool,
+        mutates: list[str],
+    ) -> Op:
+        grad_enabled = torch.is_grad_enabled()
+        phase, forward_op = self.phase, -1
+        module = self._module_stack[-1] if self._module_stack else ""
+        node = torch._C._current_autograd_node()
+        if phase is Phase.BACKWARD:
+            if grad_enabled and (node is not None or self._module_stack):
+                phase = Phase.RECOMPUTE
+            elif node is not None:
+                forward_op = self._first_op_of_node.get(node._sequence_nr(), -1)
+                if forward_op >= 0:
+                    module = self.ops[forward_op].module
+        differentiable = (
+            grad_enabled
+            and phase in (Phase.FORWARD, Phase.RECOMPUTE)
+            and any(s.requires_grad for _, s in inputs)
+        )
+        if differentiable:
+            sequence = torch.autograd._get_sequence_nr() - 1  # type: ignore[attr-defined]
+            self._first_op_of_node.setdefault(sequence, index)
+        grouped = func is torch.ops.aten.convolution.default and args[8] > 1
+        for leaf in outputs:
+            record = self.storages[self.values[leaf.value].storage]
+            if record.birth == index:
+                record.module = module
+                record.phase = phase
+        return Op(
+            index=index,
+            name=f"{func.namespace}.{func._opname}",
+            phase=phase,
+            module=module,
+            inputs=tuple(inputs),
+            outputs=tuple(outputs),
+            flops=0 if is_view else flops_of(func, args, kwargs, out),
+            is_view=is_view,
+            mutates=tuple(mutates),
+            differentiable=differentiable,
+            function=self._function_stack[0] if self._function_stack else -1,
+            forward_op=forward_op,
+            depthwise=bool(grouped),
+        )
+
+    def _note_masks(
+        self,
+        func: Any,
+        inputs: list[tuple[str, TensorSpec]],
+        outputs: list[TensorSpec],
+        mutates: list[str],
+    ) -> None:
+        """Mark values that hold one bit an element: comparisons, and dropout's scaled masks."""
+        if not outputs:
+            return
+        made = self.values[outputs[0].value]
+        scaling = func._opname in ("div_", "mul_", "div", "mul") and len(inputs) == 1
+        if outputs[0].dtype is torch.bool or func._opname in _MASK_MAKERS:
+            made.information_bits = 1
+        elif scaling and self.values[inputs[0][1].value].information_bits == 1:
+            made.information_bits = 1
+
+    # -- modules and custom functions ------------------------------------------------------------
+
+    @contextmanager
+    def following(self, model: nn.Module) -> Iterator[None]:
+        """Know the module an operation runs in, and the custom autograd function."""
+        self._module_paths = {}
+        for path, module in model.named_modules(remove_duplicate=False):
+            self._module_paths.setdefault(id(module), path)
+
+        def enter(module: nn.Module, _: Any) -> None:
+            path = self._module_paths.get(id(module))
+            above = self._module_stack[-1] if self._module_stack else ""
+            self._module_stack.append(above if path is None else path)
+
+        def leave(module: nn.Module, _: Any, __: Any) -> None:
+            if self._module_stack:
+                self._module_stack.pop()
+
+        handles = [
+            register_module_forward_pre_hook(enter),
+            register_module_forward_hook(leave, always_call=True),
+        ]
+        plain_apply = torch.autograd.Function.__dict__["apply"]
+        recorder = self
+
+        def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            return recorder._run_function(plain_apply.__get__(None, cls), cls, args, kwargs)
+
+        torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
+        try:
+            yield
+        finally:
+            torch.autograd.Function.apply = plain_apply  # type: ignore[method-assign]
+            for handle in handles:
+                handle.remove()
+            self._module_stack.clear()
+
+    def _run_function(self, run: Any, cls: Any, args: Any, kwargs: Any) -> Any:
+        if not torch.is_grad_enabled() or self._function_stack or not self.recording:
+            return run(*args, **kwargs)
+        self._function_stack.append(self._function_count)
+        self._function_count += 1
+        saved: list[int] = []
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            spec = self.spec(tensor)
+            if spec is not None:
+                saved.append(spec.value)
+            return tensor
+
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                out = run(*args, **kwargs)
+        finally:
+            self._function_saved[self._function_stack.pop()] = tuple(dict.fromkeys(saved))
+        return out
+
+    @property
+    def function_saved(self) -> dict[int, tuple[int, ...]]:
+        """The values each call of a custom autograd function keeps."""
+        return self._function_saved
+
+
+def _tensors(name: str, given: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(given, torch.Tensor):
+        yield name, given
+    elif isinstance(given, (list, tuple)):
+        for position, item in enumerate(given):
+            if isinstance(item, torch.Tensor):
+                yield f"{name}.{position}", item
