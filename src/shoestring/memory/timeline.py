@@ -39,8 +39,9 @@ class Timeline:
 
     @property
     def peak_instant(self) -> int:
-        """The first instant at which most is live."""
-        return int(self.totals.argmax()) if len(self.labels) else 0
+        """The instant at which most is live; of several, the last."""
+        totals = self.totals
+        return int(len(totals) - 1 - totals[::-1].argmax()) if len(totals) else 0
 
     def roles_at(self, instant: int) -> dict[Role, int]:
         """Live bytes by role."""

@@ -1,0 +1,142 @@
+"""Trace → MemoryProfile: the only place a peak is computed."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import InputError, UnknownOperationWarning
+from ..trace.graph import Phase, Role, Trace
+from ..units import format_flops, format_size
+from .device import device_timeline
+from .fundamental import fundamental_timeline
+from .nodes import dense_flops, forward_graph
+from .schedule import Kind, recompute_flops, schedule
+from .timeline import Timeline
+
+ACCOUNTINGS = ("fundamental", "device")
+
+
+@dataclass(frozen=True)
+class MemoryProfile:
+    """Where the bytes of one training step go. All of it is predicted; nothing was allocated."""
+
+    accounting: str
+    device: str
+    timeline: Timeline = field(repr=False)
+    bytes_by_role: Mapping[Role, int]
+    """What is live at the peak; the roles add up to it."""
+    bytes_by_module: Mapping[str, int] = field(repr=False)
+    peak_bytes: int
+    peak_operation: str
+    peak_phase: str
+    peak_module: str
+    stored_activation_bytes: int
+    """Forward activations held when the backward pass begins."""
+    forward_flops: int
+    backward_flops: int
+    recompute_flops: int
+    parameters: int
+    sparsifiable_parameters: int
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def activation_bytes(self) -> int:
+        """Forward and backward activations at the peak, the report's activation memory."""
+        return (
+            self.bytes_by_role[Role.FORWARD_ACTIVATION]
+            + self.bytes_by_role[Role.BACKWARD_ACTIVATION]
+            + self.bytes_by_role[Role.TRANSIENT]
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Byte counts as integers, by the names the command line prints."""
+        roles = {f"{role.value}_bytes": self.bytes_by_role[role] for role in Role}
+        return {
+            "accounting": self.accounting,
+            "device": self.device,
+            **roles,
+            "peak_bytes": self.peak_bytes,
+            "peak": {
+                "operation": self.peak_operation,
+                "phase": self.peak_phase,
+                "module": self.peak_module,
+                "instant": self.timeline.peak_instant,
+                "instants": len(self.timeline.labels),
+            },
+            "stored_activation_bytes": self.stored_activation_bytes,
+            "forward_flops": self.forward_flops,
+            "backward_flops": self.backward_flops,
+            "recompute_flops": self.recompute_flops,
+            "parameters": self.parameters,
+            "sparsifiable_parameters": self.sparsifiable_parameters,
+            "modules": dict(self.bytes_by_module),
+            "warnings": list(self.warnings),
+        }
+
+    def __str__(self) -> str:
+        roles = self.bytes_by_role
+        optimizer = roles[Role.GRADIENT] + roles[Role.OPTIMIZER_STATE]
+        parts = [
+            f"model {format_size(roles[Role.MODEL])}",
+            f"optimizer {format_size(optimizer)}",
+            f"activations {format_size(self.activation_bytes)}",
+        ]
+        other = self.peak_bytes - roles[Role.MODEL] - optimizer - self.activation_bytes
+        if other:
+            parts.append(f"other {format_size(other)}")
+        parts.append(f"peak {format_size(self.peak_bytes)}")
+        if self.recompute_flops:
+            parts.append(f"recomputes {format_flops(self.recompute_flops)}")
+        return " · ".join(parts)
+
+
+def memory_profile(trace: Trace, accounting: str = "fundamental") -> MemoryProfile:
+    """The peak of the traced step and what is live at it, by one of the two accountings."""
+    notes = list(trace.warnings)
+    stored = recomputed = 0
+    if accounting == "fundamental":
+        graph = forward_graph(trace)
+        events = schedule(graph, trace.checkpoint)
+        timeline = fundamental_timeline(trace, graph, events)
+        recomputed = recompute_flops(graph, events)
+        if graph.unknown:
+            note = (
+                "counted conservatively, every input and output kept, for want of a rule: "
+                + ", ".join(graph.unknown)
+            )
+            notes.append(note)
+            warnings.warn(note, UnknownOperationWarning, stacklevel=2)
+        boundary = next((i for i, e in enumerate(events) if e.kind is not Kind.FORWARD), 0)
+    elif accounting == "device":
+        timeline = device_timeline(trace)
+        recomputed = dense_flops(trace, Phase.RECOMPUTE)
+        boundary = next((i for i, o in enumerate(trace.ops) if o.phase is not Phase.FORWARD), 0)
+    else:
+        raise InputError(
+            f"unknown accounting {accounting!r}", hint="one of " + ", ".join(ACCOUNTINGS)
+        )
+    peak = timeline.peak_instant
+    roles = timeline.roles_at(peak)
+    stored = timeline.roles_at(boundary)[Role.FORWARD_ACTIVATION] if timeline.labels else 0
+    operation, phase, module = timeline.labels[peak]
+    return MemoryProfile(
+        accounting=accounting,
+        device=trace.device,
+        timeline=timeline,
+        bytes_by_role=roles,
+        bytes_by_module=timeline.modules_at(peak),
+        peak_bytes=sum(roles.values()),
+        peak_operation=operation,
+        peak_phase=phase,
+        peak_module=module,
+        stored_activation_bytes=stored,
+        forward_flops=dense_flops(trace, Phase.FORWARD),
+        backward_flops=dense_flops(trace, Phase.BACKWARD),
+        recompute_flops=recomputed,
+        parameters=sum(p.numel for p in trace.parameters),
+        sparsifiable_parameters=sum(p.numel for p in trace.parameters if p.sparsifiable),
+        warnings=tuple(notes),
+    )
