@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import gc
+import random
 import warnings
-from collections import defaultdict
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import (
@@ -18,6 +20,8 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
 )
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -57,28 +61,62 @@ def capture(
     if device not in ("cpu", "cuda"):
         raise InputError(f"no accounting for device {device!r}", hint="use 'cpu' or 'cuda'")
     fake_mode = _mode_of(model) or FakeTensorMode(allow_non_fake_inputs=True)
-    with warnings.catch_warnings(), _quiet_rng(fake_mode):
+    with warnings.catch_warnings(), _same_random_streams():
         warnings.simplefilter("ignore")
         fake_model, mapping = _fake_model(model, fake_mode)
-        fake_batch = tree_map(lambda leaf: _fake(leaf, fake_mode), batch)
+        fake_batch = _fake_batch(batch, fake_mode)
         fake_optimizer = make_optimizer(optimizer, fake_model, mapping)
         if device == "cuda" and fake_optimizer is not None:
             _default_to_foreach(fake_optimizer)
         recorder = Recorder()
         kernels: AbstractContextManager[Any] = CudaKernels() if device == "cuda" else nullcontext()
-        try:
-            with fake_mode, kernels, recorder.following(fake_model), recorder:
-                step = _record_step(recorder, fake_model, fake_batch, loss, fake_optimizer)
-        except ShoestringError:
-            raise
-        except (DataDependentOutputException, DynamicOutputShapeException) as error:
-            where = recorder._module_stack[-1] if recorder._module_stack else "the loss"
+        with (
+            _named_failures(recorder),
+            fake_mode,
+            kernels,
+            recorder.following(fake_model),
+            recorder,
+        ):
+            step = _record_step(recorder, fake_model, fake_batch, loss, fake_optimizer)
+    return _freeze(recorder, fake_model, fake_optimizer, step, device)
+
+
+@contextmanager
+def user_code() -> Iterator[None]:
+    """Turn what the user's model, loss or optimizer raises into an error of one line."""
+    try:
+        yield
+    except (ShoestringError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise InputError(
+            f"the model failed on this batch: {first}",
+            hint="loss(model, batch) must run as it would in training",
+        ) from error
+
+
+@contextmanager
+def _named_failures(recorder: Recorder) -> Iterator[None]:
+    """Tell what fake tensors cannot do from what the user's own code did wrong."""
+    try:
+        with user_code():
+            yield
+    except InputError as error:
+        cause = error.__cause__
+        where = recorder.failed_in or ("the loss" if recorder.failed_in is None else "the model")
+        if isinstance(cause, (DataDependentOutputException, DynamicOutputShapeException)):
             raise TraceError(
-                f"{where or 'the model'} reads the value of a tensor ({error.func}), "
+                f"{where} reads the value of a tensor ({cause.func}), "
                 "which does not exist before the step runs",
                 hint="trace a variant without data-dependent control flow, or measure a real step",
-            ) from error
-    return _freeze(recorder, fake_model, fake_optimizer, step, device)
+            ) from cause
+        if isinstance(cause, (UnsupportedOperatorException, UnsupportedFakeTensorException)):
+            raise TraceError(
+                f"{where} uses an operation without a shape function: {cause}",
+                hint="register one with torch.library.register_fake, or measure a real step",
+            ) from cause
+        raise
 
 
 def make_optimizer(
@@ -93,9 +131,13 @@ def make_optimizer(
                 f"unknown optimizer {optimizer!r}", hint="one of " + ", ".join(sorted(OPTIMIZERS))
             )
         return OPTIMIZERS[optimizer]([p for p in model.parameters() if p.requires_grad])
+    # Not copy.copy: an optimizer's pickled state leaves out what a subclass adds to it.
+    twin: torch.optim.Optimizer = object.__new__(type(optimizer))
+    twin.__dict__.update(optimizer.__dict__)
+    twin.__dict__.pop("step", None)  # a learning-rate scheduler binds it to the original
+    twin._optimizer_step_pre_hooks = OrderedDict()
+    twin._optimizer_step_post_hooks = OrderedDict()
     try:
-        twin = copy.copy(optimizer)
-        twin.__dict__.pop("step", None)  # a learning-rate scheduler binds it to the original
         twin.param_groups = [
             {**group, "params": [mapping[id(p)] for p in group["params"]]}
             for group in optimizer.param_groups
@@ -118,9 +160,10 @@ class _Step:
         self.parameters: dict[str, StorageRecord] = {}
         self.buffers: list[StorageRecord] = []
         self.gradients: dict[str, StorageRecord] = {}
-        self.state: dict[str, list[StorageRecord]] = {}
+        self.state: list[StorageRecord] = []
         self.state_elements: dict[str, tuple[int, ...]] = {}
         self.backward_start = 0
+        self.step_counts: set[int] = set()
 
 
 def _record_step(
@@ -172,11 +215,21 @@ def _record_step(
         recorder.recording = False  # the first step makes the state, the second is the steady one
         optimizer.step()
         by_id = {id(p): name for name, p in named.items()}
-        for parameter, state in optimizer.state.items():
-            name = by_id.get(id(parameter), "")
+        counts_on_device = {
+            id(p)
+            for group in optimizer.param_groups
+            if group.get("fused") or group.get("capturable")
+            for p in group["params"]
+        }
+        for owner, state in optimizer.state.items():
+            name = by_id.get(id(owner), "")
             tensors = [t for t in tree_leaves(state) if isinstance(t, torch.Tensor)]
-            records = [r for t in tensors if (r := recorder.resident(t)) is not None]
-            step.state[name] = [r for r, t in zip(records, tensors, strict=True) if t.dim() > 0]
+            for leaf in tensors:
+                record = recorder.resident(leaf)
+                if record is not None:
+                    step.state.append(record)
+                    if leaf.dim() == 0 and id(owner) not in counts_on_device:
+                        step.step_counts.add(record.index)
             step.state_elements[name] = tuple(t.numel() for t in tensors if t.dim() > 0)
         recorder.recording = True
         optimizer.step()
@@ -222,9 +275,8 @@ def _freeze(
         roles[record.index] = (Role.INPUT, "")
     for record in step.buffers:
         roles[record.index] = (Role.BUFFER, record.module)
-    for records in step.state.values():
-        for record in records:
-            roles[record.index] = (Role.OPTIMIZER_STATE, record.module)
+    for record in step.state:
+        roles[record.index] = (Role.OPTIMIZER_STATE, record.module)
     for name, record in step.gradients.items():
         roles[record.index] = (Role.GRADIENT, name.rpartition(".")[0])
     for name, record in step.parameters.items():
@@ -233,14 +285,17 @@ def _freeze(
     for record in recorder.storages:
         birth, death = record.birth, record.death
         role, module = roles.get(record.index, (None, record.module))
-        if role is None and birth < 0 and death is not None:
+        if device == "cuda" and record.index in step.step_counts:
+            birth = death = count  # PyTorch keeps these in host memory
+            role = Role.OPTIMIZER_STATE
+        elif role is None and birth < 0 and death is not None:
             birth = death = count  # of the first optimizer step, which only made the state
             role = Role.TRANSIENT
         elif role is None:
-            role = _role_by_life(record, step.backward_start)
+            role = role_by_life(record, step.backward_start)
             if role is Role.BUFFER:
                 birth = -1  # made once and kept by the model: there from the second step on
-        if role in (Role.MODEL, Role.BUFFER, Role.INPUT, Role.OPTIMIZER_STATE):
+        elif role is not Role.GRADIENT:
             death = count
         storages.append(
             Storage(
@@ -288,7 +343,7 @@ def _freeze(
     )
 
 
-def _role_by_life(record: StorageRecord, backward_start: int) -> Role:
+def role_by_life(record: StorageRecord, backward_start: int) -> Role:
     """What a storage with no name is for, by when it was made and how long it lived."""
     if record.death is None:
         return Role.BUFFER
@@ -353,27 +408,57 @@ def _mode_of(model: nn.Module) -> FakeTensorMode | None:
     return None
 
 
-def _fake(leaf: Any, mode: FakeTensorMode) -> Any:
-    if not isinstance(leaf, torch.Tensor) or isinstance(leaf, FakeTensor):
-        return leaf
-    with mode:
-        twin = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype)
-    return twin.requires_grad_(leaf.requires_grad)
+def _fakes(tensors: Iterable[torch.Tensor], mode: FakeTensorMode) -> dict[int, torch.Tensor]:
+    """A fake for each tensor, by its id; those that share a storage go on sharing it."""
+    groups: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
+    for tensor in {id(t): t for t in tensors}.values():
+        if tensor.layout is not torch.strided:
+            raise InputError(
+                f"no accounting for {tensor.layout} tensors", hint="convert them with .to_dense()"
+            )
+        key = (tensor.untyped_storage()._cdata, tensor.dtype)
+        groups.setdefault(key, []).append(tensor)
+    made: dict[int, torch.Tensor] = {}
+    with mode, torch.no_grad():
+        for (_, dtype), group in groups.items():
+            start, end = span(group)
+            base = torch.empty(end - start, dtype=dtype)
+            for tensor in group:
+                offset = tensor.storage_offset() - start
+                made[id(tensor)] = base.as_strided(tensor.shape, tensor.stride(), offset).detach()
+    return made
+
+
+def span(tensors: Iterable[torch.Tensor]) -> tuple[int, int]:
+    """First element and end of what views of one storage show of it."""
+    starts, ends = [], []
+    for tensor in tensors:
+        starts.append(int(tensor.storage_offset()))
+        reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        ends.append(starts[-1] + (reach + 1 if tensor.numel() else 0))
+    return min(starts), max(ends)
+
+
+def _fake_batch(batch: Any, mode: FakeTensorMode) -> Any:
+    fakes = _fakes((t for t in tree_leaves(batch) if isinstance(t, torch.Tensor)), mode)
+
+    def twin(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        return fakes[id(leaf)].requires_grad_(leaf.requires_grad)
+
+    return tree_map(twin, batch)
 
 
 def _fake_model(
     model: nn.Module, mode: FakeTensorMode
 ) -> tuple[nn.Module, dict[int, torch.Tensor]]:
     """A copy of the model whose parameters and buffers are fake; tied ones stay tied."""
+    memo: dict[int, Any] = dict(_fakes([*model.parameters(), *model.buffers()], mode))
     mapping: dict[int, torch.Tensor] = {}
-    memo: dict[int, Any] = {}
-    if _mode_of(model) is not None:
-        return model, {id(p): p for p in model.parameters()}
     for parameter in model.parameters():
-        twin = nn.Parameter(_fake(parameter.detach(), mode), requires_grad=parameter.requires_grad)
+        twin = nn.Parameter(memo[id(parameter)], requires_grad=parameter.requires_grad)
         mapping[id(parameter)] = memo[id(parameter)] = twin
-    for buffer in model.buffers():
-        memo.setdefault(id(buffer), _fake(buffer, mode))
     try:
         return copy.deepcopy(model, memo), mapping
     except Exception as error:
@@ -390,11 +475,13 @@ def _default_to_foreach(optimizer: torch.optim.Optimizer) -> None:
             group["foreach"] = True
 
 
-class _quiet_rng(AbstractContextManager[None]):
-    """Leave the user's random stream where it was."""
-
-    def __init__(self, mode: FakeTensorMode) -> None:
-        self._state = torch.get_rng_state()
-
-    def __exit__(self, *_: object) -> None:
-        torch.set_rng_state(self._state)
+@contextmanager
+def _same_random_streams() -> Iterator[None]:
+    """Leave the user's random streams where they were."""
+    streams = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(streams[0])
+        random.setstate(streams[1])
+        np.random.set_state(streams[2])
