@@ -4,8 +4,9 @@ Forward activations live from the event that writes them to the last that reads 
 are written again. Backward activations (gradients of activations) live from their first
 contribution until the node that made the activation has passed them on; an addition passes its
 gradient on unchanged, an elementwise function overwrites it, and a parameter's gradient is taken
-before the input's, so an input and its gradient need not be there together. Gradients of
-parameters, the parameters and the optimizer state are there all the time.
+before the input's, so an input and its gradient need not be there together. A further contribution
+to a gradient is made before it is added. Gradients of parameters, the parameters and the optimizer
+state are there all the time.
 
 Departure: the report leaves out what a forward pass needs only for a moment. It is counted here
 (`transient`); it never decides the peak of the report's own settings.
@@ -151,6 +152,9 @@ def backward_changes(graph: ForwardGraph, events: list[Event]) -> list[Change]:
             size = graph.key_bytes[gradient.of]
             mine = buffers.get(gradient.of)
             if mine is not None:
+                if node.flow is Flow.FRESH:
+                    changes.append(Change(instant, size, Role.BACKWARD_ACTIVATION, node.module))
+                    changes.append(Change(instant + 1, -size, Role.BACKWARD_ACTIVATION, node.module))
                 if mine.owners != {gradient.of}:  # shared with a gradient not yet used: part ways
                     mine.owners.discard(gradient.of)
                     buffers[gradient.of] = _Buffer(size, instant, node.module, {gradient.of})

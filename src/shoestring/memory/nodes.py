@@ -7,9 +7,8 @@ value of the trace (its index, >= 0), or the compressed record a node writes for
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
-import torch
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 
 from ..trace.blocks import block_of, find_blocks
 from ..trace.graph import Op, Role, Trace
@@ -139,9 +138,58 @@ def forward_graph(trace: Trace) -> ForwardGraph:
                 recompute_flops=recompute,
             )
         )
-    graph.blocks = occurrence + 1
+    _number_residual_blocks(graph)
     graph.unknown = tuple(unknown)
     return graph
+
+
+def _number_residual_blocks(graph: ForwardGraph) -> None:
+    """Cut every repeated layer after its residual additions: one block per residual connection.
+
+    A transformer's layer has two or three, WideResNet's block has one. A cut stands behind the
+    addition and the normalisation or activation that follows it, where a single tensor made in
+    the layer is read later on; a layer without such a place is one block.
+    """
+    last_use: dict[int, int] = {}
+    for node in graph.nodes:
+        for key in node.inputs:
+            last_use[key] = node.index
+    number, layer_before = -1, -1
+    fresh = True
+    open_keys: dict[int, int] = {}
+    renumbered: list[Node] = []
+    after_addition = False
+    for position, node in enumerate(graph.nodes):
+        if node.block < 0:
+            renumbered.append(node)
+            layer_before = -1
+            continue
+        if node.block != layer_before:
+            fresh, layer_before, after_addition = True, node.block, False
+            open_keys = {}
+        if fresh:
+            number, fresh = number + 1, False
+        renumbered.append(replace(node, block=number))
+        for key in node.outputs:
+            if graph.key_bytes[key] and last_use.get(key, -1) > position:
+                open_keys[key] = last_use[key]
+        open_keys = {k: use for k, use in open_keys.items() if use > position}
+        joins = [k for k in node.inputs if graph.key_bytes[k]]
+        is_addition = node.name in ("aten.add", "aten.add_") and len(joins) > 1
+        after_addition = is_addition or (after_addition and node.cheap)
+        following = graph.nodes[position + 1] if position + 1 < len(graph.nodes) else None
+        continues = following is not None and following.cheap and following.block == node.block
+        if after_addition and len(open_keys) == 1:
+            stays = continues and following is not None and _only_reader(graph, open_keys, following)
+            fresh = not stays
+    graph.nodes[:] = renumbered
+    graph.blocks = number + 1
+
+
+def _only_reader(graph: ForwardGraph, keys: Iterable[int], reader: Node) -> bool:
+    """Nobody but this node reads these keys after it has run."""
+    later = graph.nodes[reader.index + 1 :]
+    return not any(key in node.inputs for key in keys for node in later)
 
 
 def _groups(trace: Trace) -> list[list[Op]]:
@@ -254,7 +302,3 @@ def dense_flops(trace: Trace, phase: str) -> int:
     """Floating-point operations of a phase, sparse factors counted by their nonzeros."""
     density = _densities(trace)
     return int(sum(op.flops * density.get(op.index, 1.0) for op in trace.ops if op.phase == phase))
-
-
-FLOATS = (torch.float32, torch.float64)
-"""Types that low precision replaces."""

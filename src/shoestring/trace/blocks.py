@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from .graph import Op, Phase, Trace
+from .graph import Phase, Trace
 
 _NORM_TYPES = (nn.modules.batchnorm._BatchNorm,)
 
@@ -17,20 +17,20 @@ def is_normalization(module: nn.Module) -> bool:
     return isinstance(module, _NORM_TYPES)
 
 
-def sparsifiable_names(model: nn.Module, ops: Iterable[Op]) -> frozenset[str]:
+def sparsifiable_names(model: nn.Module) -> frozenset[str]:
     """The weights the report makes sparse (Sections 3.1 and 4.3).
 
     A network of convolutions: every convolution but the first; the linear layers stay dense when
     there is one (the classifier), and all but the last are sparse when there are more. Any other
     network: every matrix of a linear layer, embedding or attention. Normalisation and biases
-    never. A tied weight counts once, under its first name.
+    never, nor a module with `keep_dense = True`. A tied weight counts once, under its first name.
     """
     convolutions: list[str] = []
     matrices: list[str] = []
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             full = f"{path}.{name}" if path else name
-            if parameter.dim() < 2 or isinstance(module, _NORM_TYPES):
+            if parameter.dim() < 2 or getattr(module, "keep_dense", False):
                 continue
             if isinstance(module, nn.modules.conv._ConvNd):
                 convolutions.append(full)

@@ -312,7 +312,7 @@ def _freeze(
         for index, v in enumerate(recorder.values)
     )
     ops = _adopt_hidden_functions(_attach_saved(recorder))
-    sparsifiable = sparsifiable_names(model, ops)
+    sparsifiable = sparsifiable_names(model)
     modules = dict(model.named_modules())
     parameters = tuple(
         ParameterSpec(
