@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -106,6 +107,10 @@ class Op:
     """Values a custom autograd function asked to keep (set on its last operation)."""
     depthwise: bool = False
     """A grouped convolution, which CUDA runs with kernels that need no workspace."""
+    settings: tuple[tuple[str, Any], ...] = ()
+    """Arguments that are numbers, truth values or lists of them, by name: strides, dimensions, …"""
+    strided: tuple[str, ...] = ()
+    """Tensor arguments that are not contiguous, which some kernels copy first."""
 
 
 @dataclass(frozen=True, slots=True)
