@@ -20,7 +20,7 @@ from ..trace.graph import Role, Trace
 from ..trace.rules import Flow
 from .nodes import ForwardGraph
 from .schedule import Event, Kind, statistics_bytes
-from .storage import dense_bytes, nonzero_count, sparse_bytes
+from .storage import IndexFormat, dense_bytes, nonzero_count, sparse_bytes
 from .timeline import Change, Timeline, build
 
 
@@ -33,7 +33,7 @@ class ModelBytes:
     optimizer_state_bytes: int
 
 
-def parameter_bytes(trace: Trace, index_format: str = "csr") -> ModelBytes:
+def parameter_bytes(trace: Trace, index_format: IndexFormat = "csr") -> ModelBytes:
     """Dense parameters by their type; sparse ones as values that share one index.
 
     The index is counted with the model, as in the report's storage formula (Section 3.1).
@@ -65,9 +65,7 @@ def fundamental_timeline(trace: Trace, graph: ForwardGraph, events: list[Event])
     ]
     changes += _forward_changes(graph, events)
     changes += backward_changes(graph, events)
-    labels = [
-        (graph.nodes[e.node].name, str(e.kind), graph.nodes[e.node].module) for e in events
-    ]
+    labels = [(graph.nodes[e.node].name, str(e.kind), graph.nodes[e.node].module) for e in events]
     return build(changes, labels)
 
 
@@ -79,9 +77,7 @@ def _forward_changes(graph: ForwardGraph, events: list[Event]) -> list[Change]:
     changes: list[Change] = []
     first_read: dict[int, int] = {}
     last_read: dict[int, int] = {}
-    first_backward = next(
-        (i for i, e in enumerate(events) if e.kind is Kind.BACKWARD), len(events)
-    )
+    first_backward = next((i for i, e in enumerate(events) if e.kind is Kind.BACKWARD), len(events))
 
     def live(key: int, start: int, stop: int) -> None:
         size = graph.key_bytes[key]
@@ -154,7 +150,9 @@ def backward_changes(graph: ForwardGraph, events: list[Event]) -> list[Change]:
             if mine is not None:
                 if node.flow is Flow.FRESH:
                     changes.append(Change(instant, size, Role.BACKWARD_ACTIVATION, node.module))
-                    changes.append(Change(instant + 1, -size, Role.BACKWARD_ACTIVATION, node.module))
+                    changes.append(
+                        Change(instant + 1, -size, Role.BACKWARD_ACTIVATION, node.module)
+                    )
                 if mine.owners != {gradient.of}:  # shared with a gradient not yet used: part ways
                     mine.owners.discard(gradient.of)
                     buffers[gradient.of] = _Buffer(size, instant, node.module, {gradient.of})
@@ -162,8 +160,10 @@ def backward_changes(graph: ForwardGraph, events: list[Event]) -> list[Change]:
                 given = buffers[source] if source is not None else None
                 same = given is not None and given.nbytes == size and size > 0
                 alone = given is not None and given.owners == {source}
-                if same and given is not None and (
-                    node.flow is Flow.SAME or (node.flow is Flow.IN_PLACE and alone and last)
+                if (
+                    same
+                    and given is not None
+                    and (node.flow is Flow.SAME or (node.flow is Flow.IN_PLACE and alone and last))
                 ):
                     given.owners.add(gradient.of)
                     buffers[gradient.of] = given

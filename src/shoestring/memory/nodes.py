@@ -180,7 +180,9 @@ def _number_residual_blocks(graph: ForwardGraph) -> None:
         following = graph.nodes[position + 1] if position + 1 < len(graph.nodes) else None
         continues = following is not None and following.cheap and following.block == node.block
         if after_addition and len(open_keys) == 1:
-            stays = continues and following is not None and _only_reader(graph, open_keys, following)
+            stays = (
+                continues and following is not None and _only_reader(graph, open_keys, following)
+            )
             fresh = not stays
     graph.nodes[:] = renumbered
     graph.blocks = number + 1
@@ -260,7 +262,8 @@ def _gradients(
         if spec.value in seen:  # the same tensor twice (x·x): one gradient, both needs
             gradients = [
                 Gradient(g.of, tuple(dict.fromkeys(g.reads + keys)), g.is_parameter)
-                if g.of == spec.value else g
+                if g.of == spec.value
+                else g
                 for g in gradients
             ]
             continue

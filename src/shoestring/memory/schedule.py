@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import pairwise
 
 from ..errors import InputError
 from .nodes import ForwardGraph, Gradient, Node
@@ -82,7 +83,7 @@ def _every(graph: ForwardGraph, size: int) -> list[Segment]:
                 cuts.append(node.index)
             counted += 1
     cuts.append(len(graph.nodes))
-    return [Segment(a, b) for a, b in zip(cuts, cuts[1:], strict=False) if a < b]
+    return [Segment(a, b) for a, b in pairwise(cuts) if a < b]
 
 
 def _by_blocks(graph: ForwardGraph, size: int, nested: bool) -> list[Segment]:
@@ -92,7 +93,7 @@ def _by_blocks(graph: ForwardGraph, size: int, nested: bool) -> list[Segment]:
         if node.block >= 0:
             ends[node.block] = node.index + 1
     boundaries = [0, *(ends[b] for b in sorted(ends))]
-    blocks = [Segment(a, b, drop_cheap=nested) for a, b in zip(boundaries, boundaries[1:], strict=False)]
+    blocks = [Segment(a, b, drop_cheap=nested) for a, b in pairwise(boundaries)]
     found = []
     for first in range(0, len(blocks), size):
         part = blocks[first : first + size]
@@ -102,9 +103,7 @@ def _by_blocks(graph: ForwardGraph, size: int, nested: bool) -> list[Segment]:
             found.append(Segment(part[0].start, part[-1].stop, part))
     if boundaries[-1] < len(graph.nodes):
         # After the last block the backward pass follows at once: nothing to gain by running again.
-        found.append(
-            Segment(boundaries[-1], len(graph.nodes), recompute=False, drop_cheap=nested)
-        )
+        found.append(Segment(boundaries[-1], len(graph.nodes), recompute=False, drop_cheap=nested))
     return found
 
 
@@ -157,7 +156,11 @@ class _Builder:
             return
         nodes = self.graph.nodes[segment.start : segment.stop]
         if segment.recompute:
-            cheap = {k for n in nodes if n.cheap for k in self._writes(n)} if segment.drop_cheap else set()
+            cheap = (
+                {k for n in nodes if n.cheap for k in self._writes(n)}
+                if segment.drop_cheap
+                else set()
+            )
             needed = {
                 key
                 for node in nodes

@@ -1,4 +1,4 @@
-"""The report's four techniques, each of the same shape: a frozen setting that transforms a trace."""
+"""The report's four techniques, each a frozen setting that transforms a trace."""
 
 from .base import Technique
 from .checkpointing import Checkpointing

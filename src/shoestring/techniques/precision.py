@@ -24,9 +24,7 @@ class Precision(WholeBatch):
 
     def __post_init__(self) -> None:
         if self.kind not in _TYPES:
-            raise InputError(
-                f"unknown precision {self.kind!r}", hint="one of " + ", ".join(_TYPES)
-            )
+            raise InputError(f"unknown precision {self.kind!r}", hint="one of " + ", ".join(_TYPES))
 
     def predict(self, trace: Trace) -> Trace:
         """Floating-point values and parameters change their type; `fp32` changes nothing."""
@@ -40,9 +38,7 @@ class Precision(WholeBatch):
                 replace(v, dtype=target) if v.dtype.is_floating_point else v for v in trace.values
             ),
             parameters=tuple(
-                replace(p, dtype=target)
-                if p.dtype.is_floating_point and not p.normalization
-                else p
+                replace(p, dtype=target) if p.dtype.is_floating_point and not p.normalization else p
                 for p in trace.parameters
             ),
         )

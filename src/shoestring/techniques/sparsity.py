@@ -1,4 +1,4 @@
-"""Sparsity: weights, gradients and optimizer state at the nonzeros only (the report, Section 3.1)."""
+"""Sparsity: weights, gradients and optimizer state at the nonzeros only (Section 3.1)."""
 
 from __future__ import annotations
 

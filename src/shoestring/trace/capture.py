@@ -60,6 +60,7 @@ def capture(
     """
     if device not in ("cpu", "cuda"):
         raise InputError(f"no accounting for device {device!r}", hint="use 'cpu' or 'cuda'")
+    check_trainable(model)
     fake_mode = _mode_of(model) or FakeTensorMode(allow_non_fake_inputs=True)
     with warnings.catch_warnings(), _same_random_streams():
         warnings.simplefilter("ignore")
@@ -175,11 +176,6 @@ def _record_step(
 ) -> _Step:
     step = _Step()
     named = dict(model.named_parameters())
-    if not any(p.requires_grad for p in named.values()):
-        raise InputError(
-            f"nothing to train: none of the model's {len(named)} parameters requires a gradient",
-            hint="call model.requires_grad_(True), or unfreeze the part to train",
-        )
     recorder.recording = False
     for name, parameter in named.items():
         record = recorder.resident(parameter, name.rpartition(".")[0])
@@ -241,6 +237,17 @@ def _record_step(
     del value
     gc.collect()
     return step
+
+
+def check_trainable(model: nn.Module) -> None:
+    """Something must require a gradient."""
+    parameters = list(model.parameters())
+    if not any(p.requires_grad for p in parameters):
+        raise InputError(
+            f"nothing to train: none of the model's {len(parameters)} parameters "
+            "requires a gradient",
+            hint="call model.requires_grad_(True), or unfreeze the part to train",
+        )
 
 
 def check_loss(value: Any) -> None:

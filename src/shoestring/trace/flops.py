@@ -47,7 +47,8 @@ def _recurrent(opname: str, args: tuple[Any, ...]) -> int | None:
     inputs = args[0]
     weights = args[1:3] if opname == "mkldnn_rnn_layer" else args[1]
     steps = inputs.shape[0] * inputs.shape[1]
-    return 2 * steps * sum(w.numel() for w in weights if isinstance(w, torch.Tensor) and w.dim() > 1)
+    matrices = [w for w in weights if isinstance(w, torch.Tensor) and w.dim() > 1]
+    return 2 * steps * sum(w.numel() for w in matrices)
 
 
 def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:

@@ -55,9 +55,7 @@ def _nothing(reason: str, flow: Flow = Flow.FRESH, elementwise: bool = False) ->
 
 
 def _activation(kept: str, reason: str, bits: int = 0) -> Rule:
-    return Rule(
-        {"*": (kept,)}, reason, bits=bits, flow=Flow.IN_PLACE, cheap=True, elementwise=True
-    )
+    return Rule({"*": (kept,)}, reason, bits=bits, flow=Flow.IN_PLACE, cheap=True, elementwise=True)
 
 
 def _keep(kept: str, reason: str, flow: Flow = Flow.FRESH) -> Rule:
@@ -187,11 +185,15 @@ RULES: dict[str, Rule] = {
         normalization=True,
     ),
     "native_layer_norm": Rule(
-        _NORM_NEEDS, "needs its input; the statistics come from it again", flow=Flow.IN_PLACE,
+        _NORM_NEEDS,
+        "needs its input; the statistics come from it again",
+        flow=Flow.IN_PLACE,
         cheap=True,
     ),
     "native_group_norm": Rule(
-        _NORM_NEEDS, "needs its input; the statistics come from it again", flow=Flow.IN_PLACE,
+        _NORM_NEEDS,
+        "needs its input; the statistics come from it again",
+        flow=Flow.IN_PLACE,
         cheap=True,
     ),
     "norm": Rule({"*": ("self", "output")}, "x/‖x‖"),
@@ -208,8 +210,10 @@ RULES: dict[str, Rule] = {
     "binary_cross_entropy_with_logits": Rule({"*": ("self", "target")}, "σ(x) - t"),
     # attention and recurrence
     "scaled_dot_product_attention": Rule(
-        {"query": ("key", "query", "value", "output", "output.1"), "*": ("query", "value", "key",
-         "output", "output.1")},
+        {
+            "query": ("key", "query", "value", "output", "output.1"),
+            "*": ("query", "value", "key", "output", "output.1"),
+        },
         "rows of the score matrix are computed again from q, k and the log-sum-exp",
     ),
     "mkldnn_rnn_layer": Rule(

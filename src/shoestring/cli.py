@@ -1,0 +1,237 @@
+"""Verbs → library calls; no logic. Data on stdout, progress and errors on stderr."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from . import __version__
+from .errors import InputError, ShoestringError, render
+from .units import format_count, format_flops, format_size
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    help="Train neural networks in a small, known amount of memory.",
+    epilog="Example: `shoestring profile wrn-28-2 --precision fp16 --checkpoint 'residual-2*'`",
+)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"shoestring {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command(
+    epilog="""Examples:
+
+`shoestring profile wrn-28-2`
+
+`shoestring profile wrn-28-2 --density 0.3 --precision fp16 --microbatch 10 --checkpoint no-bn`
+
+`shoestring profile mypackage.models:build --input 8x3x224x224 --accounting device --device cuda`
+"""
+)
+def profile(
+    model: Annotated[
+        str, typer.Argument(help="A built-in name (wrn-28-2, dc-transformer) or module:factory.")
+    ],
+    input: Annotated[
+        list[str] | None,
+        typer.Option(help="Shape of an input, [name=]8x3x224x224[:dtype]; repeatable."),
+    ] = None,
+    batch: Annotated[int | None, typer.Option(help="Minibatch: examples, or tokens.")] = None,
+    optimizer: Annotated[
+        str | None, typer.Option(help="sgd, adam, adamw, sgd-plain, rmsprop, adagrad or none.")
+    ] = None,
+    density: Annotated[
+        float | None, typer.Option(help="Fraction of weights kept, in (0, 1].")
+    ] = None,
+    precision: Annotated[str | None, typer.Option(help="fp32, fp16 or bf16.")] = None,
+    microbatch: Annotated[
+        int | None, typer.Option(help="Examples (or tokens) that run at once.")
+    ] = None,
+    checkpoint: Annotated[
+        str | None,
+        typer.Option(help="none, no-bn, every-M, residual-M or 'residual-M*'."),
+    ] = None,
+    accounting: Annotated[
+        str,
+        typer.Option(help="fundamental (the report's) or device (what the allocator shows)."),
+    ] = "fundamental",
+    device: Annotated[
+        str, typer.Option(help="cpu or cuda, for --accounting device; it need not be there.")
+    ] = "cpu",
+    loss: Annotated[
+        str | None, typer.Option(help="module:function(model, batch) for an imported model.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object, bytes as integers.")
+    ] = False,
+) -> None:
+    """Where every byte of a training step goes, before anything is allocated."""
+    with working(f"tracing {model}"):
+        from .profiling import profile as predict
+        from .profiling import refuse_on_device
+        from .target import resolve
+        from .techniques import Checkpointing, Microbatching, Precision, Sparsity, Technique
+
+        chosen: list[Technique] = []
+        if density is not None:
+            chosen.append(Sparsity(density))
+        if precision is not None:
+            chosen.append(Precision(precision))
+        if checkpoint is not None:
+            chosen.append(Checkpointing(checkpoint))
+        if microbatch is not None:
+            Microbatching(microbatch)
+        if accounting == "device":
+            refuse_on_device(chosen)
+        target = resolve(model, input or (), batch=batch, microbatch=microbatch, loss=loss)
+        name = target.optimizer if optimizer is None else optimizer
+        result = predict(
+            target.model,
+            target.batch,
+            loss=target.loss,
+            optimizer=None if name == "none" else name,
+            accounting=accounting,
+            device=device,
+            techniques=chosen,
+        )
+    settings = {
+        "model": model,
+        "batch": target.batch_size,
+        "batch_unit": target.batch_unit,
+        "microbatch": microbatch,
+        "optimizer": name,
+        "density": density,
+        "precision": precision or "fp32",
+        "checkpoint": checkpoint or "none",
+    }
+    if as_json:
+        typer.echo(json.dumps({**settings, **result.as_dict()}))
+    else:
+        show_profile(settings, result)
+
+
+def show_profile(settings: dict[str, Any], result: Any) -> None:
+    """A table by category, the largest modules, and the instant of the peak."""
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 100)
+    what = [f"{settings['batch']} {settings['batch_unit']}", str(settings["optimizer"])]
+    if settings["microbatch"]:
+        what.append(f"microbatch {settings['microbatch']}")
+    what += [str(settings[k]) for k in ("precision", "checkpoint") if settings[k] != "none"]
+    if settings["density"] is not None:
+        what.append(f"density {settings['density']:g}")
+    console.print(
+        f"[bold]{settings['model']}[/bold] · {' · '.join(what)}\n"
+        f"{format_count(result.parameters)} parameters, "
+        f"{format_count(result.sparsifiable_parameters)} of them sparsifiable · "
+        f"{result.accounting} accounting"
+        + (f" for {result.device}" if result.accounting == "device" else "")
+    )
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column, justify in (("at the peak", "left"), ("bytes", "right"), ("share", "right")):
+        table.add_column(column, justify=justify)  # type: ignore[arg-type]
+    for role, size in result.bytes_by_role.items():
+        if size:
+            share = f"{100 * size / result.peak_bytes:.1f}%"
+            table.add_row(role.value.replace("_", " "), format_size(size), share)
+    table.add_row("[bold]peak[/bold]", f"[bold]{format_size(result.peak_bytes)}[/bold]", "")
+    console.print(table)
+    where = f" of {result.peak_module}" if result.peak_module else ""
+    console.print(
+        f"peak at {result.peak_operation.partition('.')[2]}{where}, {result.peak_phase} "
+        f"(instant {result.timeline.peak_instant + 1} of {len(result.timeline.labels)})"
+    )
+    largest = [(m, b) for m, b in result.bytes_by_module.items() if m and b > 0][:5]
+    if largest:
+        console.print("largest modules: " + ", ".join(f"{m} {format_size(b)}" for m, b in largest))
+    total = result.forward_flops + result.backward_flops
+    again = f", recomputed {format_flops(result.recompute_flops)}" if result.recompute_flops else ""
+    share = f" (+{100 * result.recompute_flops / total:.1f}%)" if again else ""
+    console.print(
+        f"forward {format_flops(result.forward_flops)}, "
+        f"backward {format_flops(result.backward_flops)}{again}{share}"
+    )
+
+
+@contextmanager
+def working(what: str) -> Iterator[None]:
+    """Say on stderr what is going on once it takes longer than a second."""
+    done = threading.Event()
+    started = time.monotonic()
+    terminal = sys.stderr.isatty()
+
+    def report() -> None:
+        if done.wait(1.0):
+            return
+        while True:
+            elapsed = time.monotonic() - started
+            sys.stderr.write(f"\r{what} … {elapsed:.0f} s" if terminal else f"{what} …\n")
+            sys.stderr.flush()
+            if done.wait(1.0 if terminal else 10.0):
+                break
+        if terminal:
+            sys.stderr.write("\r\033[K")
+            sys.stderr.flush()
+
+    thread = threading.Thread(target=report, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def main() -> NoReturn:
+    """Run the command line; a user's mistake is one line and a hint, never a traceback."""
+    warnings.showwarning = lambda message, category, *_: print(
+        f"warning: {message}", file=sys.stderr
+    )
+    try:
+        app(standalone_mode=False)
+    except ShoestringError as error:
+        _fail(render(error), error.exit_status)
+    except KeyboardInterrupt:
+        _fail("stopped", 130)
+    except Exception as error:
+        # Typer brings its own copy of click or uses the installed one, by version.
+        kind = type(error).__name__
+        if kind in ("Exit", "NoArgsIsHelpError"):
+            sys.exit(getattr(error, "exit_code", 2))
+        if kind == "Abort":
+            _fail("stopped", 130)
+        if hasattr(error, "format_message"):
+            wrong = InputError(error.format_message().rstrip("."), hint="see shoestring --help")
+            _fail(render(wrong), 2)
+        raise
+    sys.exit(0)
+
+
+def _fail(message: str, status: int) -> NoReturn:
+    print(message, file=sys.stderr)
+    sys.exit(status)
