@@ -1,0 +1,59 @@
+"""Predicted and measured peaks of every architecture: within 1%, and no underestimate over 0.5%."""
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from architectures import ARCHITECTURES, HUGGINGFACE_NAMES, Architecture
+from shoestring.memory.device import device_timeline
+from shoestring.memory.measure import measure
+from shoestring.trace.capture import capture
+
+LARGEST_ERROR = 0.01
+LARGEST_UNDERESTIMATE = 0.005
+
+# Where a real step at the default batch is slow.
+SMALLER_BATCH = {"checkpointed": 2, "checkpointed-reentrant": 2, "resnet50": 4, "gru": 8, "vgg": 4}
+
+needs_transformers = pytest.mark.skipif(
+    find_spec("transformers") is None, reason="Hugging Face models need transformers"
+)
+architectures = pytest.mark.parametrize(
+    "architecture",
+    [
+        pytest.param(a, id=name, marks=[needs_transformers] * (name in HUGGINGFACE_NAMES))
+        for name, a in ARCHITECTURES.items()
+    ],
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Keep steps this small from waiting on each other's threads where cores are shared."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@architectures
+def test_peak(architecture: Architecture, optimizer: str) -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = architecture.build()
+        batch = architecture.batch(SMALLER_BATCH.get(architecture.name, architecture.default_batch))
+        trace = capture(model, batch, loss=architecture.loss, optimizer=optimizer)
+        measured = measure(
+            model, batch, loss=architecture.loss, optimizer=optimizer, warmup_steps=1
+        )
+    timeline = device_timeline(trace)
+    predicted_bytes = int(timeline.totals.max())
+    error = (predicted_bytes - measured.peak_bytes) / measured.peak_bytes
+    assert -LARGEST_UNDERESTIMATE <= error <= LARGEST_ERROR
+    # Not only the sum: what the bytes are for agrees as well.
+    for role, predicted_role_bytes in timeline.roles_at(timeline.peak_instant).items():
+        difference = abs(predicted_role_bytes - measured.bytes_by_role.get(str(role), 0))
+        assert difference <= LARGEST_ERROR * measured.peak_bytes, role

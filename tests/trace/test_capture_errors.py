@@ -1,0 +1,111 @@
+"""What cannot be traced says why, in one line and with the way out."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shoestring.errors import InputError, TraceError
+from shoestring.trace.capture import capture
+
+
+def mean_square(model: nn.Module, batch: Any) -> Tensor:
+    """A loss for any model of one tensor."""
+    return model(batch).square().mean()
+
+
+def test_nothing_to_train() -> None:
+    with pytest.raises(InputError, match="none of the model's 2 parameters requires a gradient"):
+        capture(nn.Linear(4, 2).requires_grad_(False), torch.randn(3, 4), loss=mean_square)
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda m, b: m(b), r"must be a scalar, got shape \(3, 2\)"),
+        (lambda m, b: 0.0, "must be a tensor, got float"),
+        (lambda m, b: m(b).detach().mean(), "does not depend on any trainable parameter"),
+        (lambda m, b: b.mean(), "does not depend on any trainable parameter"),
+    ],
+)
+def test_losses_that_are_none(loss: Callable[..., Any], message: str) -> None:
+    with pytest.raises(InputError, match=message) as caught:
+        capture(nn.Linear(4, 2), torch.randn(3, 4), loss=loss)
+    assert caught.value.hint
+
+
+def test_optimizer_of_another_model() -> None:
+    optimizer = torch.optim.SGD(nn.Linear(4, 2).parameters(), lr=0.1)
+    with pytest.raises(InputError, match="parameters that are not the model's"):
+        capture(nn.Linear(4, 2), torch.randn(3, 4), loss=mean_square, optimizer=optimizer)
+
+
+def test_unknown_names() -> None:
+    with pytest.raises(InputError, match="unknown optimizer 'sgdd'"):
+        capture(nn.Linear(4, 2), torch.randn(3, 4), loss=mean_square, optimizer="sgdd")
+    with pytest.raises(InputError, match="no accounting for device 'tpu'"):
+        capture(nn.Linear(4, 2), torch.randn(3, 4), loss=mean_square, device="tpu")
+
+
+def test_control_flow_by_value_names_the_module() -> None:
+    class Choosy(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x if x.sum() > 0 else -x
+
+    class Selecting(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x)[x > 0]
+
+    model = nn.Sequential(nn.Linear(4, 2), nn.Sequential(Choosy()))
+    with pytest.raises(TraceError, match=r"^1\.0 reads the value of a tensor"):
+        capture(model, torch.randn(3, 4), loss=mean_square)
+    with pytest.raises(TraceError, match=r"^the model reads the value"):
+        capture(Selecting(4, 4), torch.randn(3, 4), loss=mean_square)
+    with pytest.raises(TraceError, match=r"^the loss reads the value"):
+        capture(nn.Linear(4, 2), torch.randn(3, 4), loss=lambda m, b: m(b).sum() * b.sum().item())
+
+
+def test_failure_of_the_model_is_one_line() -> None:
+    model = nn.Sequential(nn.Linear(4, 2))
+    with pytest.raises(InputError, match=r"^the model failed on this batch: ") as caught:
+        capture(model, torch.randn(3, 5), loss=mean_square)
+    assert "\n" not in caught.value.message
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    assert str(caught.value.__cause__).splitlines()[0] in caught.value.message
+
+
+@pytest.mark.parametrize("kind", [ValueError, TypeError, IndexError, KeyError, AssertionError])
+def test_failure_of_any_kind(kind: type[Exception]) -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        raise kind("first line\nsecond line")
+
+    with pytest.raises(InputError, match=r"the model failed on this batch: .*first line"):
+        capture(nn.Linear(4, 2), torch.randn(3, 4), loss=loss)
+
+
+def test_failure_in_backward() -> None:
+    class Broken(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            raise RuntimeError("no gradient here")
+
+    with pytest.raises(InputError, match="no gradient here"):
+        capture(nn.Linear(4, 2), torch.randn(3, 4), loss=lambda m, b: Broken.apply(m(b)).sum())
+
+
+def test_model_that_cannot_be_copied() -> None:
+    model = nn.Linear(4, 2)
+    model.stream = (number for number in range(3))
+    with pytest.raises(TraceError, match="could not be copied"):
+        capture(model, torch.randn(3, 4), loss=mean_square)
+
+
+def test_sparse_batch() -> None:
+    with pytest.raises(InputError, match=r"no accounting for torch\.sparse_coo tensors"):
+        capture(nn.Linear(4, 2), torch.eye(4).to_sparse(), loss=mean_square)
