@@ -41,7 +41,9 @@ def measure(
     """Run real training steps and return the peak of the last one.
 
     A step is meant in steady state: optimizer state exists, gradients are freed between steps.
-    The steps are real: weights, optimizer state and buffers move as in training.
+    The steps are real: weights, optimizer state and buffers move as in training. On the CPU the
+    peak is of storages; what a kernel takes and returns while it runs is not in it, which for
+    oneDNN's convolutions can be much (their arguments again, in its own layouts).
     """
     device = _device_of(model, batch)
     if isinstance(optimizer, str):
@@ -128,7 +130,6 @@ def _measure_cpu(
 ) -> Measurement:
     recorder = Recorder()
     roles: dict[int, Role] = {}
-    unseen_bytes = 0
     backward_start = 0
 
     def entering(phase: Phase) -> None:
@@ -148,7 +149,6 @@ def _measure_cpu(
             record = recorder.resident(tensor)
             if record is not None:
                 roles[record.index] = role
-    unseen_bytes = _unseen_bytes(batch)
     with recorder:
         training_step(model, batch, loss, optimizer, entering)
 
@@ -167,7 +167,7 @@ def _measure_cpu(
         if record.born <= instant and (record.died is None or record.died > instant):
             role = roles.get(record.index) or role_by_life(record, backward_start)
             bytes_by_role[role] += record.nbytes
-    bytes_by_role[Role.INPUT] -= unseen_bytes
+    bytes_by_role[Role.INPUT] -= _unseen_bytes(batch)
     return _report("cpu", bytes_by_role)
 
 
