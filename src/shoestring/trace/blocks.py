@@ -42,32 +42,8 @@ def sparsifiable_names(model: nn.Module) -> frozenset[str]:
 
 
 def find_blocks(trace: Trace) -> tuple[str, ...]:
-    """Paths of the repeated blocks, in the order they run.
-
-    Children of a container that carry a number (`layers.3`, `h.0`, `groups.1.2`), at least two of
-    them, each made of several modules: the outermost such level that is not itself only a list of
-    lists. These are the residual blocks and layers after which a checkpoint may stand.
-    """
-    classes = dict(trace.modules)
-    children: dict[str, list[str]] = {}
-    for path in classes:
-        if path:
-            children.setdefault(path.rpartition(".")[0], []).append(path)
-    found: set[str] = set()
-
-    def visit(path: str) -> None:
-        kids = children.get(path, [])
-        numbered = [k for k in kids if re.fullmatch(r"\d+", k.rpartition(".")[2])]
-        blocks = [k for k in numbered if children.get(k) and classes[k] not in _CONTAINERS]
-        if len(blocks) >= 2 and len({classes[b] for b in blocks}) < len(blocks):
-            found.update(blocks)
-            rest = [k for k in kids if k not in blocks]
-        else:
-            rest = kids
-        for kid in rest:
-            visit(kid)
-
-    visit("")
+    """Paths of the repeated blocks of a traced model, in the order they run."""
+    found = set(_repeated(dict(trace.modules)))
     first: dict[str, int] = {}
     for op in trace.ops:
         if op.phase is Phase.FORWARD:
@@ -75,6 +51,40 @@ def find_blocks(trace: Trace) -> tuple[str, ...]:
             if block is not None:
                 first.setdefault(block, op.index)
     return tuple(sorted(first, key=first.__getitem__))
+
+
+def block_paths(model: nn.Module) -> tuple[str, ...]:
+    """Paths of the repeated blocks of a model, in the order they are defined."""
+    return tuple(_repeated({path: type(m).__name__ for path, m in model.named_modules()}))
+
+
+def _repeated(classes: dict[str, str]) -> list[str]:
+    """Numbered children of a container that are made of several modules.
+
+    `layers.3`, `h.0`, `groups.1.2`: at least two beside each other, some of one class; the
+    outermost such level that is not itself only a list of lists. These are the residual blocks
+    and layers after which a checkpoint may stand.
+    """
+    children: dict[str, list[str]] = {}
+    for path in classes:
+        if path:
+            children.setdefault(path.rpartition(".")[0], []).append(path)
+    found: list[str] = []
+
+    def visit(path: str) -> None:
+        kids = children.get(path, [])
+        numbered = [k for k in kids if re.fullmatch(r"\d+", k.rpartition(".")[2])]
+        blocks = [k for k in numbered if children.get(k) and classes[k] not in _CONTAINERS]
+        if len(blocks) < 2 or len({classes[b] for b in blocks}) == len(blocks):
+            blocks = []
+        for kid in kids:
+            if kid in blocks:
+                found.append(kid)
+            else:
+                visit(kid)
+
+    visit("")
+    return found
 
 
 _CONTAINERS = frozenset({"Sequential", "ModuleList"})

@@ -1,0 +1,160 @@
+"""Put regions around the modules of a model, and take them away again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..base import Run
+from .regions import DeferCheap, region
+
+_CHEAP_MODULES = (
+    nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.ReLU, nn.ReLU6, nn.LeakyReLU,
+    nn.GELU, nn.SiLU, nn.ELU, nn.Hardtanh, nn.Hardswish, nn.Mish, nn.Softplus, nn.Sigmoid, nn.Tanh,
+)  # fmt: skip
+
+
+def without_cheap_outputs(model: nn.Module, run: Run) -> tuple[Run, bool]:
+    """The run with normalisations and activations deferred; whether there is any such module."""
+
+    def deferred(batch: Any) -> torch.Tensor:
+        with DeferCheap(model):
+            return run(batch)
+
+    return deferred, any(isinstance(m, _CHEAP_MODULES) for m in model.modules())
+
+
+class Pending:
+    """The output of a block whose group is not complete: it runs when the group is, or when read."""
+
+    def __init__(self, model: nn.Module, steps: list[tuple[Any, tuple[Any, ...], Any]]) -> None:
+        self._model, self._steps = model, steps
+        self._value: Any = None
+        self._done = False
+
+    def followed_by(self, forward: Any, rest: tuple[Any, ...], kwargs: Any) -> Pending:
+        """The same and one block more."""
+        return Pending(self._model, [*self._steps, (forward, rest, kwargs)])
+
+    def value(self) -> Any:
+        """Run the blocks as one region, once."""
+        if not self._done:
+            forwards = [step[0] for step in self._steps]
+
+            def run(*arguments: Any) -> Any:
+                value: Any = None
+                for position, (forward, (args, kwargs)) in enumerate(
+                    zip(forwards, arguments, strict=True)
+                ):
+                    given = args if position == 0 else (value, *args)
+                    value = forward(*given, **kwargs)
+                return value
+
+            self._value = region(run, self._model, *((a, k) for _, a, k in self._steps))
+            self._done = True
+        return self._value
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.value(), name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.value()[key]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        from torch.utils._pytree import tree_map
+
+        def real(leaf: Any) -> Any:
+            return leaf.value() if isinstance(leaf, Pending) else leaf
+
+        args, kwargs = tree_map(real, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _delegate(name: str) -> Callable[..., Any]:
+    def method(self: Pending, *args: Any) -> Any:
+        plain = [a.value() if isinstance(a, Pending) else a for a in args]
+        return getattr(self.value(), name)(*plain)
+
+    return method
+
+
+for _name in (
+    "add radd sub rsub mul rmul truediv rtruediv matmul rmatmul pow neg len iter "
+    "eq ne lt le gt ge bool float int"
+).split():
+    setattr(Pending, f"__{_name}__", _delegate(f"__{_name}__"))
+
+
+def group_blocks(
+    model: nn.Module, paths: Sequence[str], size: int, nested: bool
+) -> Callable[[], None]:
+    """Every `size` blocks form one region; nested: each block is one more inside of it.
+
+    A block that is not the last of its group gives back a `Pending` output. The next block takes
+    it as its first argument; anything else that reads it runs what is there of the group.
+    """
+    modules = dict(model.named_modules())
+    blocks = [modules[path] for path in paths]
+    undone: list[Callable[[], None]] = []
+    for position, block in enumerate(blocks):
+        last = position % size == size - 1 or position == len(blocks) - 1
+        undone.append(
+            _wrap(
+                model, block, first=position % size == 0, last=last, nested=nested, alone=size == 1
+            )
+        )
+
+    def undo() -> None:
+        for one in undone:
+            one()
+
+    return undo
+
+
+def _wrap(
+    model: nn.Module, block: nn.Module, *, first: bool, last: bool, nested: bool, alone: bool
+) -> Callable[[], None]:
+    plain = block.forward
+
+    def inside(*args: Any, **kwargs: Any) -> Any:
+        with DeferCheap(model):
+            return plain(*args, **kwargs)
+
+    leaf = inside if nested else plain
+
+    def one(*args: Any, **kwargs: Any) -> Any:
+        return (
+            region(leaf, model, *args, **kwargs) if nested and not alone else leaf(*args, **kwargs)
+        )
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled() or not block.training:
+            real = tuple(a.value() if isinstance(a, Pending) else a for a in args)
+            return plain(*real, **kwargs)
+        if args and isinstance(args[0], Pending) and not first:
+            pending = args[0].followed_by(one, args[1:], kwargs)
+        else:
+            real = tuple(a.value() if isinstance(a, Pending) else a for a in args)
+            pending = Pending(model, [(one, real, kwargs)])
+        return pending.value() if last else pending
+
+    block.forward = forward  # type: ignore[method-assign]
+
+    def undo() -> None:
+        del block.forward  # the class's own forward shows again
+
+    return undo
+
+
+def every_node(model: nn.Module, size: int) -> Callable[[], None]:
+    """Regions of `size` consecutive leaf modules that hold parameters or keep their input."""
+    leaves = [
+        path
+        for path, module in model.named_modules()
+        if not any(module.children()) and not isinstance(module, (nn.Identity, nn.Flatten))
+    ]
+    return group_blocks(model, leaves, size, nested=False)
