@@ -97,8 +97,10 @@ def _forward_changes(graph: ForwardGraph, events: list[Event]) -> list[Change]:
                 continue
             start = instant
             if event.kind is not Kind.BACKWARD and graph.nodes[event.node].elementwise:
-                overwritten = next(
-                    (k for k in dying if graph.key_bytes[k] >= graph.key_bytes[key]), None
+                overwritten = min(
+                    (k for k in dying if graph.key_bytes[k] >= graph.key_bytes[key]),
+                    key=graph.key_bytes.__getitem__,
+                    default=None,
                 )
                 if overwritten is not None and key >= 0:
                     dying.discard(overwritten)

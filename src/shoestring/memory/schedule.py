@@ -150,7 +150,7 @@ class _Builder:
                 for key in self._from_outside(child)
                 if self._inside(key, segment)
             }
-            self._materialize(inner)
+            self._materialize(inner, records=False)
             for child in reversed(segment.children):
                 self.backward(child)
             return
@@ -177,8 +177,11 @@ class _Builder:
         self._materialize(gradient.reads)
         self.events.append(Event(Kind.BACKWARD, node.index, gradient.reads, (), position))
 
-    def _materialize(self, keys: Iterable[int]) -> None:
-        """Run again, in forward order, what it takes to have these keys."""
+    def _materialize(self, keys: Iterable[int], records: bool = True) -> None:
+        """Run again, in forward order, what it takes to have these keys.
+
+        Records written on the way are held too, unless all of it will run once more.
+        """
         wanted = [k for k in keys if k in self.graph.producer and k not in self.available]
         if not wanted:
             return
@@ -195,7 +198,7 @@ class _Builder:
         for index in sorted(rerun):
             node = self.graph.nodes[index]
             self._run(node, Kind.RECOMPUTE)
-            if node.record:
+            if node.record and records:
                 self.available.add(node.record)
         self.available.update(wanted)
 
