@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import threading
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -201,7 +202,8 @@ def working(what: str) -> Iterator[None]:
     thread = threading.Thread(target=report, daemon=True)
     thread.start()
     try:
-        yield
+        with redirect_stdout(sys.stderr):  # what the user's own code prints is not our data
+            yield
     finally:
         done.set()
         thread.join()
@@ -212,8 +214,11 @@ def main() -> NoReturn:
     warnings.showwarning = lambda message, category, *_: print(
         f"warning: {message}", file=sys.stderr
     )
+    # It logs a traceback of its own for every error that is then raised and shown as one line.
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
+    status = None
     try:
-        app(standalone_mode=False)
+        status = app(standalone_mode=False)  # an early exit, such as --version, returns its status
     except ShoestringError as error:
         _fail(render(error), error.exit_status)
     except KeyboardInterrupt:
@@ -226,10 +231,20 @@ def main() -> NoReturn:
         if kind == "Abort":
             _fail("stopped", 130)
         if hasattr(error, "format_message"):
-            wrong = InputError(error.format_message().rstrip("."), hint="see shoestring --help")
+            wrong = InputError(_usage_message(error), hint="see shoestring --help")
             _fail(render(wrong), 2)
         raise
-    sys.exit(0)
+    if status == 130:  # Typer makes this of Ctrl-C
+        _fail("stopped", 130)
+    sys.exit(status or 0)
+
+
+def _usage_message(error: Any) -> str:
+    """What was wrong with the arguments, and the text that could not be read."""
+    message = str(error.format_message()).rstrip(".")
+    cause = error.__cause__
+    given = cause.errors()[0]["input"] if hasattr(cause, "errors") else None
+    return message if given is None else f"{message}: {given!r}"
 
 
 def _fail(message: str, status: int) -> NoReturn:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,9 @@ _TYPES = {
     name: getattr(torch, name)
     for name in ("float16", "bfloat16", "float32", "float64", "int32", "int64", "bool")
 }
+
+LARGEST_BATCH = 10**9
+"""Byte counts of larger ones would not fit the 64 bits tensors count in."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,7 @@ class InputSpec:
     @classmethod
     def parse(cls, text: str) -> InputSpec:
         """Read one `--input`."""
-        match = re.fullmatch(r"(?:([A-Za-z_]\w*)=)?(\d+(?:x\d+)*)(?::(\w+))?", text.strip())
+        match = re.fullmatch(r"(?:([A-Za-z_]\w*)=)?([0-9]+(?:x[0-9]+)*)(?::(\w+))?", text.strip())
         if match is None:
             raise InputError(
                 f"cannot read the input {text!r}",
@@ -75,8 +79,11 @@ def resolve(
     loss: str | None = None,
 ) -> Target:
     """Build what the command line names, on fake tensors; the batch is one microbatch."""
-    if batch is not None and batch < 1:
-        raise InputError(f"a batch of {batch} holds nothing", hint="a whole number from 1")
+    if batch is not None and not 1 <= batch <= LARGEST_BATCH:
+        raise InputError(
+            f"a batch cannot have a size of {batch}",
+            hint=f"a whole number from 1 to {LARGEST_BATCH:,}",
+        )
     if ":" not in name:
         return _builtin(name, inputs, batch, microbatch, loss)
     return _imported(name, inputs, batch, microbatch, loss)
@@ -93,7 +100,7 @@ def _builtin(
     size = known.default_batch if batch is None else batch
     if microbatch is not None:
         Microbatching(microbatch).check(size)
-    with _building():
+    with _building(), _not_too_large(name):
         model = known.build()
         data = known.batch(size if microbatch is None else microbatch)
     return Target(name, model, data, known.loss, known.default_optimizer, size, known.batch_unit)
@@ -110,15 +117,17 @@ def _imported(
     named = {spec.name is not None for spec in specs}
     if len(named) > 1:
         raise InputError("some inputs have names and some have none", hint="name all or none")
+    if True in named and len({spec.name for spec in specs}) < len(specs):
+        raise InputError("two inputs have the same name", hint="give every input its own name")
     size = batch if batch is not None else specs[0].shape[0]
     factory = _load(name)
-    loss_function = default_loss if loss is None else _load(loss)
+    loss_function = default_loss if loss is None else _load(loss, "function")
     with _building():
         try:
             model = factory()
         except InputError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise InputError(
                 f"{name} raised {type(error).__name__}: {first_line(error)}",
                 hint="the factory is called without arguments and returns a torch.nn.Module",
@@ -134,11 +143,22 @@ def _imported(
         data = {str(s.name): t for s, t in zip(specs, tensors, strict=True)}
     if microbatch is not None:
         data = Microbatching(microbatch).prepare(data)
-    return Target(name, model, data, loss_function, "sgd", size, "examples")
+    return Target(name, model, data, _checking_types(loss_function), "sgd", size, "examples")
 
 
 def _make(spec: InputSpec, shape: tuple[int, ...]) -> torch.Tensor:
-    return torch.zeros(shape, dtype=spec.dtype)
+    with _not_too_large(f"an input of {'x'.join(map(str, shape))}"):
+        return torch.zeros(shape, dtype=spec.dtype)
+
+
+@contextmanager
+def _not_too_large(what: str) -> Iterator[None]:
+    try:
+        yield
+    except (RuntimeError, TypeError) as error:
+        raise InputError(
+            f"{what} is larger than a tensor can be", hint="use smaller sizes"
+        ) from error
 
 
 def default_loss(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -158,7 +178,34 @@ def default_loss(model: nn.Module, batch: Any) -> torch.Tensor:
     return sum((t.mean() for t in floats[1:]), start=floats[0].mean())
 
 
-def _load(name: str) -> Callable[..., Any]:
+def _checking_types(loss: Callable[[nn.Module, Any], torch.Tensor]) -> Callable[..., Any]:
+    def checked(model: nn.Module, batch: Any) -> torch.Tensor:
+        with _SameTypes():
+            return loss(model, batch)
+
+    return checked
+
+
+class _SameTypes(TorchDispatchMode):
+    """Refuse products of matrices of two types: real tensors do, fake ones let them pass."""
+
+    _products = ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot")
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func.overloadpacket.__name__ in self._products:
+            kinds = dict.fromkeys(a.dtype for a in args if isinstance(a, torch.Tensor))
+            if len(kinds) > 1:
+                names = " and ".join(str(kind).removeprefix("torch.") for kind in kinds)
+                raise InputError(
+                    f"the model multiplies matrices of different types: {names}",
+                    hint="give the type the model expects, such as --input 8x128:int64",
+                )
+        return func(*args, **(kwargs or {}))
+
+
+def _load(name: str, kind: str = "factory") -> Callable[..., Any]:
     module_name, _, attribute = name.partition(":")
     sys.path.insert(0, "")
     try:
@@ -166,7 +213,7 @@ def _load(name: str) -> Callable[..., Any]:
     except Exception as error:
         raise InputError(
             f"cannot import {module_name!r}: {type(error).__name__}: {first_line(error)}",
-            hint="write package.module:factory, importable from here",
+            hint=f"write package.module:{kind}, importable from here",
         ) from error
     finally:
         sys.path.remove("")
@@ -175,7 +222,7 @@ def _load(name: str) -> Callable[..., Any]:
         found = getattr(found, part, None)
     if not callable(found):
         raise InputError(
-            f"{module_name} has no callable {attribute!r}", hint="write package.module:factory"
+            f"{module_name} has no callable {attribute!r}", hint=f"write package.module:{kind}"
         )
     return found
 
