@@ -99,7 +99,7 @@ def _builtin(
         )
     size = known.default_batch if batch is None else batch
     if microbatch is not None:
-        Microbatching(microbatch).check(size)
+        Microbatching(microbatch).check_size(size)
     with _building(), _not_too_large(name):
         model = known.build()
         data = known.batch(size if microbatch is None else microbatch)

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..errors import InputError
-from ..trace.graph import Trace
-from .base import WholeBatch
+from ...errors import InputError
+from ...trace.graph import Trace
+from ..base import WholeBatch
 
 _TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
