@@ -25,7 +25,7 @@ class Phase(StrEnum):
 
 
 class Role(StrEnum):
-    """What the bytes of a storage are for, in the report's words where it has them (Section 2.1)."""
+    """What the bytes of a storage are for, in the report's words (Section 2.1)."""
 
     MODEL = "model"
     BUFFER = "buffer"
@@ -61,7 +61,7 @@ class Value:
     producer: int
     """Index of the operation that wrote it; -1 for what existed before the step."""
     information_bits: int | None = None
-    """Bits per element that carry information, where fewer than the dtype has (a dropout mask: 1)."""
+    """Bits of information per element, where fewer than the dtype has (a dropout mask: 1)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +109,9 @@ class Op:
     """A grouped convolution, which CUDA runs with kernels that need no workspace."""
     settings: tuple[tuple[str, Any], ...] = ()
     """Arguments that are numbers, truth values or lists of them, by name: strides, dimensions, …"""
-    strided: tuple[str, ...] = ()
-    """Tensor arguments that are not contiguous, which some kernels copy first."""
+    strided: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    """Tensor arguments that are not contiguous, which some kernels copy first, each with the order
+    of its dimensions in memory (slowest first); empty where elements overlap or leave gaps."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -364,11 +364,23 @@ def _settings(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[str, Any]]:
                 yield argument.name, tuple(given)
 
 
-def _strided(func: Any, args: Any, kwargs: Any) -> Iterator[str]:
+def _strided(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
     for position, argument in enumerate(func._schema.arguments):
         given = args[position] if position < len(args) else kwargs.get(argument.name)
         if isinstance(given, torch.Tensor) and not given.is_contiguous():
-            yield argument.name
+            yield argument.name, _memory_order(given)
+
+
+def _memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Dimensions from the slowest to the fastest; empty if they do not fill the memory."""
+    strides, shape = tensor.stride(), tensor.shape
+    order = sorted(range(len(shape)), key=lambda d: (-strides[d], shape[d] == 1))
+    expected = 1
+    for dim in reversed(order):
+        if shape[dim] != 1 and strides[dim] != expected:
+            return ()
+        expected *= shape[dim]
+    return tuple(order)
 
 
 def _with_workspace(args: tuple[Any, ...], out: Any) -> Any:
