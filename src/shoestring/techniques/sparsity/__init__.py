@@ -1,0 +1,206 @@
+"""Sparsity: weights, gradients and optimizer state at the nonzeros only (Section 3.1)."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from ...errors import InputError, NoEffectWarning
+from ...memory.storage import nonzero_count
+from ...trace.blocks import sparsifiable_names
+from ...trace.graph import Trace
+from ..base import Setup, WholeBatch
+from .export import load_dense, to_dense
+from .index import index_bytes
+from .modules import install, make_dense, make_sparse, sparse_tensors
+from .rewiring import METHODS, REPORT_SCHEDULE, Rewiring, Schedule
+
+__all__ = [
+    "REPORT_SCHEDULE",
+    "Sparsity",
+    "index_bytes",
+    "load_dense",
+    "sparse_tensors",
+    "to_dense",
+]
+
+_MATRIX_OPTIMIZERS = ("Muon", "SparseAdam", "LBFGS")
+"""They need matrices, sparse gradients, or state that spans all parameters."""
+
+
+@dataclass(frozen=True)
+class Sparsity(WholeBatch):
+    """Keep `density` of the elements of every sparsifiable tensor; 1.0 changes nothing.
+
+    Values of weight, gradient and optimizer state share one index. Predicted in the report's
+    compressed sparse rows, ceil(log2(columns)) bits a nonzero and row pointers; stored as a
+    bitmask or as columns of 8, 16 or 32 bits, whichever is smaller.
+    """
+
+    density: float
+    method: str = "dsr"
+    """How the pattern moves: dsr (the report's), set (each tensor for itself) or static."""
+    tensors: tuple[str, ...] | None = None
+    """Names of the parameters to make sparse; None: the report's rule."""
+    seed: int = 0
+    rewire_fraction: float = 0.01377866
+    fraction_multiplier: float = 1.0
+    schedule: Schedule = REPORT_SCHEDULE
+    """(last update, every so many updates), in order; after the last one never."""
+    frequency_multiplier: float = 1.0
+    threshold: float = 0.001
+    """Below it a weight is dropped; dsr doubles or halves it as it goes."""
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.density, (int, float)) and math.isfinite(self.density)):
+            raise InputError(f"density {self.density!r} is not a number", hint="a number in (0, 1]")
+        if not 0 < self.density <= 1:
+            raise InputError(
+                f"density {self.density:g} lies outside (0, 1]",
+                hint="0.3 keeps 30% of the elements",
+            )
+        if self.method not in METHODS:
+            raise InputError(
+                f"unknown sparsity method {self.method!r}", hint="one of " + ", ".join(METHODS)
+            )
+        if isinstance(self.tensors, str):
+            raise InputError(f"tensors is the text {self.tensors!r}", hint=f"({self.tensors!r},)")
+        for name in ("tensors", "schedule"):  # lists, as a plan's file has them
+            given = getattr(self, name)
+            if given is not None:
+                items = tuple(tuple(i) if isinstance(i, list) else i for i in given)
+                object.__setattr__(self, name, items)
+        for name in ("rewire_fraction", "fraction_multiplier", "frequency_multiplier", "threshold"):
+            given = getattr(self, name)
+            if not (isinstance(given, (int, float)) and math.isfinite(given) and given > 0):
+                raise InputError(f"{name} {given!r} is not a number above 0")
+        _check_schedule(self.schedule)
+
+    def predict(self, trace: Trace) -> Trace:
+        """The chosen parameters get this density."""
+        if self.tensors is None:
+            chosen = {p.name for p in trace.parameters if p.sparsifiable}
+        else:
+            chosen = set(self.tensors)
+            _check_names(self.tensors, {p.name: p.name for p in trace.parameters})
+        if self.density < 1 and not chosen:
+            self._warn()
+        return replace(
+            trace,
+            parameters=tuple(
+                replace(p, density=self.density) if p.name in chosen else p
+                for p in trace.parameters
+            ),
+        )
+
+    def check(self, setup: Setup) -> None:
+        """The tensors must be there, and be such that they can be stored by their nonzeros."""
+        if self.density == 1:
+            return
+        if sparse_tensors(setup.model):
+            raise InputError("the model is sparse already", hint="apply sparsity once")
+        chosen = self._chosen(setup.model)
+        if not chosen:
+            self._warn()
+            return
+        kind = type(setup.optimizer).__name__
+        if kind in _MATRIX_OPTIMIZERS:
+            raise InputError(
+                f"{kind} cannot update values without their matrix",
+                hint="SGD, Adam and other elementwise optimizers can",
+            )
+        for name, parameter in chosen.items():
+            _check_state(name, parameter, setup.optimizer)
+        for path, module in setup.model.named_modules():
+            owns = any(p in set(chosen.values()) for p in module._parameters.values())
+            if owns and (
+                getattr(module, "max_norm", None) is not None or getattr(module, "sparse", False)
+            ):
+                raise InputError(
+                    f"{path}: an embedding with max_norm or sparse=True cannot be sparse",
+                    hint="leave it out with tensors=(…)",
+                )
+
+    def apply(self, setup: Setup) -> None:
+        """Store the chosen tensors by their nonzeros, and rewire after updates."""
+        chosen = self._chosen(setup.model) if self.density < 1 else {}
+        if not chosen:
+            return
+        generator = torch.Generator().manual_seed(self.seed)
+        tensors = []
+        for name, parameter in chosen.items():
+            nonzeros = nonzero_count(parameter.numel(), self.density)
+            tensor = make_sparse(name, parameter, nonzeros, setup.optimizer, generator)
+            tensors.append(tensor)
+            setup.undo.append(lambda tensor=tensor: make_dense(tensor))  # type: ignore[misc]
+        setup.undo.append(install(setup.model, tensors))
+        rewiring = Rewiring(
+            tensors=[tensor for tensor in tensors if tensor.values.requires_grad],
+            method=self.method,
+            fraction=self.rewire_fraction * self.fraction_multiplier,
+            schedule=self.schedule,
+            frequency_multiplier=self.frequency_multiplier,
+            threshold=self.threshold,
+            generator=generator,
+        )
+        setup.state["sparsity"] = rewiring
+        setup.after_update.append(rewiring)
+
+    def _chosen(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        """Name and parameter, in the order of the model."""
+        known = dict(model.named_parameters())
+        if self.tensors is None:
+            names = sparsifiable_names(model)
+        else:
+            first = {id(p): n for n, p in known.items()}
+            aliases = {n: first[id(p)] for n, p in model.named_parameters(remove_duplicate=False)}
+            _check_names(self.tensors, aliases)
+            names = frozenset(self.tensors)
+        return {name: p for name, p in known.items() if name in names}
+
+    def _warn(self) -> None:
+        warnings.warn(
+            f"density {self.density:g}: the model has no tensor to sparsify",
+            NoEffectWarning,
+            stacklevel=3,
+        )
+
+
+def _check_names(given: Iterable[str], known: dict[str, str]) -> None:
+    """Every name must be a parameter's, of a shared one the first."""
+    for name in given:
+        if name not in known:
+            raise InputError(
+                f"the model has no parameter {name!r} to make sparse",
+                hint="parameters are named by their path, such as 'layers.0.weight'",
+            )
+        if known[name] != name:
+            raise InputError(
+                f"{name!r} is tied to {known[name]!r}", hint=f"name it {known[name]!r}"
+            )
+
+
+def _check_schedule(schedule: Schedule) -> None:
+    last = 0
+    for pair in schedule:
+        whole = isinstance(pair, tuple) and all(isinstance(number, int) for number in pair)
+        if not whole or len(pair) != 2 or pair[0] <= last or pair[1] < 1:
+            raise InputError(
+                f"schedule {pair!r} is not (last update, every so many updates), in order",
+                hint="((12500, 100), (40000, 200)) rewires every 100, later every 200 updates",
+            )
+        last = pair[0]
+
+
+def _check_state(name: str, parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> None:
+    for key, held in optimizer.state.get(parameter, {}).items():
+        if isinstance(held, torch.Tensor) and held.dim() and held.shape != parameter.shape:
+            raise InputError(
+                f"the optimizer's {key} of {name} has the shape {tuple(held.shape)}",
+                hint="apply sparsity before the first step of this optimizer",
+            )

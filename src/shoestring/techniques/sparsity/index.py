@@ -1,0 +1,131 @@
+"""Where the nonzeros of a tensor lie: one bit for each element, or the columns of each row.
+
+An index is one flat tensor of bytes. A bitmask has ceil(elements / 8) of them, element i at bit
+i % 8 of byte i // 8. Column indices are the report's compressed sparse rows (Section 3.1) in types
+that exist: rows + 1 pointers of 32 bits, then a column for each nonzero in 8, 16 or 32 bits, where
+the report counts ceil(log2(columns)). The smaller of the two is kept, so its length tells which.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+
+CHUNK = 32_760
+"""Elements unpacked at a time on the CPU: from 32,768 on `masked_select` makes int64 tables."""
+
+
+def _rows_columns(shape: Sequence[int]) -> tuple[int, int]:
+    return (shape[0], math.prod(shape[1:])) if len(shape) else (1, 1)
+
+
+def _column_dtype(columns: int) -> torch.dtype:
+    if columns <= 1 << 8:
+        return torch.uint8
+    return torch.int16 if columns <= 1 << 16 else torch.int32
+
+
+def bitmask_bytes(shape: Sequence[int]) -> int:
+    """ceil(elements / 8)."""
+    return -(-math.prod(shape) // 8)
+
+
+def column_bytes(shape: Sequence[int], nonzeros: int) -> int:
+    """Row pointers and columns, in whole types."""
+    rows, columns = _rows_columns(shape)
+    return 4 * (rows + 1) + nonzeros * _column_dtype(columns).itemsize
+
+
+def index_bytes(shape: Sequence[int], nonzeros: int) -> int:
+    """Bytes of the index that `encode` makes."""
+    return min(bitmask_bytes(shape), column_bytes(shape, nonzeros))
+
+
+def is_bitmask(index: torch.Tensor, shape: Sequence[int]) -> bool:
+    """Whether the index is a bitmask; columns are kept only where they are shorter."""
+    return index.numel() == bitmask_bytes(shape)
+
+
+def encode(mask: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """The flat mask as the smaller index."""
+    if column_bytes(shape, int(mask.sum())) < bitmask_bytes(shape):
+        rows, columns = _rows_columns(shape)
+        table = mask.view(rows, columns)
+        pointers = torch.zeros(rows + 1, dtype=torch.int32, device=mask.device)
+        pointers[1:] = table.sum(1, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        places = mask.nonzero().flatten().remainder_(columns).to(_column_dtype(columns))
+        return torch.cat([pointers.view(torch.uint8), places.view(torch.uint8)])
+    padded = torch.zeros(bitmask_bytes(shape), 8, dtype=torch.uint8, device=mask.device)
+    padded.view(-1)[: mask.numel()] = mask
+    return torch.bitwise_left_shift(padded, _shifts(mask.device)).sum(1, dtype=torch.uint8)
+
+
+def _shifts(device: torch.device) -> torch.Tensor:
+    return torch.arange(8, dtype=torch.uint8, device=device)
+
+
+def _unpack(packed: torch.Tensor) -> torch.Tensor:
+    """Bits of the bytes as a flat mask, with no other temporary."""
+    bits = packed.new_empty(packed.numel(), 8)
+    torch.bitwise_right_shift(packed.unsqueeze(1), _shifts(packed.device), out=bits)
+    return bits.bitwise_and_(1).view(torch.bool).view(-1)
+
+
+def _positions(index: torch.Tensor, shape: Sequence[int], nonzeros: int) -> torch.Tensor:
+    """Flat positions of the nonzeros of a column index: few, or it would be a bitmask."""
+    rows, columns = _rows_columns(shape)
+    dtype = _column_dtype(columns)
+    split = 4 * (rows + 1)
+    counts = index[:split].view(torch.int32).diff()
+    row = torch.arange(rows, device=index.device).mul_(columns)
+    positions = torch.repeat_interleave(row, counts, output_size=nonzeros)
+    places = index[split:].view(dtype)
+    if dtype is torch.int16:  # stored without a sign, which torch has no arithmetic for
+        return positions.add_(places.to(torch.int32).bitwise_and_(0xFFFF))
+    return positions.add_(places)
+
+
+def decode(index: torch.Tensor, shape: Sequence[int], nonzeros: int) -> torch.Tensor:
+    """The flat mask of an index."""
+    numel = math.prod(shape)
+    if is_bitmask(index, shape):
+        return _unpack(index)[:numel]
+    mask = torch.zeros(numel, dtype=torch.bool, device=index.device)
+    mask[_positions(index, shape, nonzeros)] = True
+    return mask
+
+
+def _chunks(index: torch.Tensor, numel: int) -> Iterator[tuple[slice, torch.Tensor]]:
+    size = CHUNK if index.device.type == "cpu" else -(-numel // 8) * 8
+    for start in range(0, numel, size):
+        stop = min(start + size, numel)
+        yield slice(start, stop), _unpack(index[start // 8 : -(-stop // 8)])[: stop - start]
+
+
+def scatter(values: torch.Tensor, index: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """The dense tensor of the values, in plain PyTorch."""
+    dense = values.new_zeros(math.prod(shape))
+    if not is_bitmask(index, shape):
+        dense[_positions(index, shape, values.numel())] = values
+        return dense.view(shape)
+    done = 0
+    for place, mask in _chunks(index, dense.numel()):
+        dense[place].masked_scatter_(mask, values[done:])
+        done = done + int(mask.sum()) if place.stop < dense.numel() else done
+    return dense.view(shape)
+
+
+def gather(dense: torch.Tensor, index: torch.Tensor, nonzeros: int) -> torch.Tensor:
+    """The values of a dense tensor at the nonzeros, in plain PyTorch."""
+    shape, flat = dense.shape, dense.reshape(-1)
+    if not is_bitmask(index, shape):
+        return flat[_positions(index, shape, nonzeros)]
+    values = flat.new_empty(nonzeros)
+    done = 0
+    for place, mask in _chunks(index, flat.numel()):
+        found = flat[place].masked_select(mask)
+        values[done : done + found.numel()] = found
+        done += found.numel()
+    return values

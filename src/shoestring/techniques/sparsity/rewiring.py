@@ -1,0 +1,160 @@
+"""Rewiring: small weights go, as many new ones come elsewhere (Section 3.1, Appendix A)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from . import index as plain
+from .tensor import SparseTensor, random_positions
+
+Schedule = tuple[tuple[int, int], ...]
+
+REPORT_SCHEDULE: Schedule = ((12_500, 100), (40_000, 200), (70_000, 400), (95_000, 800))
+"""(last update, every so many updates) for 100,000 updates; after the last one never."""
+
+METHODS = ("dsr", "set", "static")
+
+
+def is_due(step: int, schedule: Schedule, frequency_multiplier: float) -> bool:
+    """Whether update `step`, counted from 1, is followed by a rewiring."""
+    for until, every in schedule:
+        if step <= until:
+            return step % max(1, round(every / frequency_multiplier)) == 0
+    return False
+
+
+def shares(total: int, weights: Sequence[int], capacity: Sequence[int]) -> list[int]:
+    """`total` split in proportion to the weights, never more than fits, to the last one.
+
+    What rounding leaves goes to the largest remainders; what a full tensor cannot take goes to
+    the others, in proportion again.
+    """
+    given = [0] * len(weights)
+    left = total
+    while left:
+        open_ = [i for i in range(len(given)) if given[i] < capacity[i]]
+        if not open_:
+            raise ValueError(f"{left} of {total} find no place")
+        heavy = [i for i in open_ if weights[i] > 0]
+        parts = {i: weights[i] for i in heavy} if heavy else {i: capacity[i] for i in open_}
+        whole = sum(parts.values())
+        exact = {i: left * part / whole for i, part in parts.items()}
+        floors = {i: left * part // whole for i, part in parts.items()}
+        rest = left - sum(floors.values())
+        for i in sorted(parts, key=lambda i: (floors[i] - exact[i], i))[:rest]:
+            floors[i] += 1
+        for i, count in floors.items():
+            taken = min(count, capacity[i] - given[i])
+            given[i] += taken
+            left -= taken
+    return given
+
+
+@dataclass
+class Rewiring:
+    """Counts the updates and rewires when it is time; belongs into a snapshot."""
+
+    tensors: list[SparseTensor]
+    method: str
+    fraction: float
+    """Of the elements of all sparse tensors, to rewire at a time."""
+    schedule: Schedule
+    frequency_multiplier: float
+    threshold: float
+    generator: torch.Generator
+    step: int = 0
+    rewirings: int = 0
+    rewired: int = 0
+    """Weights dropped, and grown elsewhere, so far."""
+
+    def __call__(self) -> None:
+        """To be called after every update."""
+        self.step += 1
+        due = is_due(self.step, self.schedule, self.frequency_multiplier)
+        if due and self.method != "static" and self.tensors:
+            self.rewire()
+
+    @torch.no_grad()
+    def rewire(self) -> None:
+        """Drop and grow now; the number of nonzeros stays, momentum starts again."""
+        run: dict[str, Callable[[], tuple[list[torch.Tensor], list[int]]]] = {
+            "dsr": self._dynamic_reparameterization,
+            "set": self._evolution,
+        }
+        dropped, grown = run[self.method]()
+        for tensor, drop, grow in zip(self.tensors, dropped, grown, strict=True):
+            before = tensor.nonzeros
+            _move(tensor, drop, grow, self.generator)
+            tensor.reset_state(before)
+        self.rewirings += 1
+        self.rewired += sum(grown)
+
+    def _dynamic_reparameterization(self) -> tuple[list[torch.Tensor], list[int]]:
+        """Drop |w| < H everywhere, double or halve H, grow (l_i / L) K.
+
+        Departure: a tensor that loses all it has gets one new position first, or it would stay
+        empty for good.
+        """
+        dropped = [(t.values.abs() < self.threshold).cpu() for t in self.tensors]
+        counts = [int(drop.sum()) for drop in dropped]
+        total = sum(counts)
+        wanted = self.fraction * sum(t.numel for t in self.tensors)
+        if total < 0.9 * wanted:
+            self.threshold *= 2
+        elif total > 1.1 * wanted:
+            self.threshold /= 2
+        left = [t.nonzeros - count for t, count in zip(self.tensors, counts, strict=True)]
+        saved = [int(kept == 0) for kept in left]
+        room = [t.numel - k - s for t, k, s in zip(self.tensors, left, saved, strict=True)]
+        grown = shares(total - sum(saved), left, room)
+        return dropped, [g + s for g, s in zip(grown, saved, strict=True)]
+
+    def _evolution(self) -> tuple[list[torch.Tensor], list[int]]:
+        """In each tensor drop its share of the smallest and grow as many."""
+        dropped, grown = [], []
+        for tensor in self.tensors:
+            count = min(tensor.nonzeros, round(self.fraction * tensor.numel))
+            smallest = tensor.values.abs().cpu().sort(stable=True).indices[:count]
+            drop = torch.zeros(tensor.nonzeros, dtype=torch.bool)
+            drop[smallest] = True
+            dropped.append(drop)
+            grown.append(count)
+        return dropped, grown
+
+    def state_dict(self) -> dict[str, Any]:
+        """What goes on; the patterns are in the model's state."""
+        return {
+            "step": self.step,
+            "threshold": self.threshold,
+            "generator": self.generator.get_state(),
+            "rewirings": self.rewirings,
+            "rewired": self.rewired,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        self.step = int(state["step"])
+        self.threshold = float(state["threshold"])
+        self.generator.set_state(state["generator"])
+        self.rewirings = int(state["rewirings"])
+        self.rewired = int(state["rewired"])
+
+
+def _move(tensor: SparseTensor, drop: torch.Tensor, grow: int, generator: torch.Generator) -> None:
+    """Without the dropped, with `grow` more at random among the zeros, at value 0.
+
+    Positions are drawn on the CPU whatever the device, so that a seed means the same everywhere.
+    """
+    index = tensor.index.cpu()
+    kept = torch.zeros(tensor.numel, dtype=torch.bool)
+    kept.masked_scatter_(plain.decode(index, tensor.shape, tensor.nonzeros), ~drop)
+    mask = kept.clone()
+    mask[random_positions(~kept, grow, generator)] = True
+    old = tensor.values.detach()
+    values = old.new_zeros(tensor.nonzeros - int(drop.sum()) + grow)
+    values.masked_scatter_(kept[mask].to(old.device), old[~drop.to(old.device)])
+    tensor.replace(values, plain.encode(mask, tensor.shape).to(old.device))

@@ -1,0 +1,172 @@
+"""A sparse tensor: its values, one index, and the optimizer state that has the same pattern."""
+
+from __future__ import annotations
+
+import importlib.util
+import weakref
+from dataclasses import dataclass, field
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import index as plain
+
+
+@cache
+def _triton_kernels() -> ModuleType | None:
+    if importlib.util.find_spec("triton") is None:
+        return None
+    from . import kernels
+
+    return kernels
+
+
+def set_data(parameter: torch.Tensor, data: torch.Tensor) -> None:
+    """Give a parameter other data, of another size.
+
+    The detour over another type makes autograd forget the old size: a loss that is still
+    referenced keeps the parameter's gradient accumulator alive, which would insist on it.
+    """
+    parameter.grad = None
+    other = torch.float64 if data.dtype is not torch.float64 else torch.float32
+    parameter.data = torch.empty(0, dtype=other, device=data.device)
+    parameter.data = data
+
+
+@dataclass
+class Original:
+    """What `undo` puts back."""
+
+    data: torch.Tensor
+    grad: torch.Tensor | None
+    state: dict[str, Any] | None
+
+
+@dataclass(eq=False)
+class SparseTensor:
+    """Values (the parameter the optimizer sees) at the nonzeros of one index.
+
+    The parameter object is the one that was dense, so param groups, schedulers and hooks that
+    hold it go on; modules that share a weight share this.
+    """
+
+    name: str
+    shape: torch.Size
+    values: nn.Parameter
+    index: torch.Tensor
+    optimizer: weakref.ref[torch.optim.Optimizer] | None = None
+    original: Original | None = None
+    """Kept until the weight is first used: a step that ran cannot be undone."""
+    version: int = 0
+    """How often the pattern changed."""
+    _starts: torch.Tensor | None = field(default=None, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "optimizer": None, "original": None, "_starts": None}
+
+    @property
+    def numel(self) -> int:
+        """Dense number of elements."""
+        return self.shape.numel()
+
+    @property
+    def nonzeros(self) -> int:
+        """Number of elements kept."""
+        return self.values.numel()
+
+    def mask(self) -> torch.Tensor:
+        """Flat, true at the nonzeros."""
+        return plain.decode(self.index, self.shape, self.nonzeros)
+
+    def _kernels(self) -> ModuleType | None:
+        if not self.index.is_cuda or not plain.is_bitmask(self.index, self.shape):
+            return None
+        kernels = _triton_kernels()
+        if kernels is not None and self._starts is None:
+            self._starts = kernels.block_starts(self.index)
+        return kernels
+
+    def dense(self, values: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The dense weight; the caller drops it as soon as its kernel has run."""
+        self.original = None
+        values = values.detach() if dtype is None else values.detach().to(dtype)
+        kernels = self._kernels()
+        if kernels is not None:
+            return kernels.scatter(values, self.index, self._starts, self.shape)
+        return plain.scatter(values, self.index, self.shape)
+
+    def gather(self, dense: torch.Tensor) -> torch.Tensor:
+        """What a dense tensor has at the nonzeros."""
+        kernels = self._kernels()
+        if kernels is not None:
+            return kernels.gather(dense, self.index, self._starts, self.nonzeros)
+        return plain.gather(dense, self.index, self.nonzeros)
+
+    def replace(self, values: torch.Tensor, index: torch.Tensor) -> None:
+        """Other values on another pattern; optimizer state is the caller's."""
+        set_data(self.values, values)
+        self.index.data = index
+        self.changed()
+
+    def changed(self) -> None:
+        """The index was written."""
+        self.version += 1
+        self._starts = None
+
+    def state(self) -> dict[str, Any]:
+        """The optimizer's state of the values; empty where there is none."""
+        optimizer = self.optimizer() if self.optimizer is not None else None
+        return {} if optimizer is None else optimizer.state.get(self.values, {})
+
+    def group(self) -> dict[str, Any]:
+        """The optimizer's settings for the values; empty where there are none."""
+        optimizer = self.optimizer() if self.optimizer is not None else None
+        for group in optimizer.param_groups if optimizer is not None else ():
+            if any(p is self.values for p in group["params"]):
+                return group
+        return {}
+
+    def reset_state(self, old: int) -> None:
+        """Optimizer state with `old` entries starts again, at the size the values have now.
+
+        Zero, as the report resets momentum; where an optimizer starts elsewhere (Rprop, Adagrad,
+        ASGD), there. Numbers such as a step count stay.
+        """
+        group = self.group()
+        state = self.state()
+        for key, held in state.items():
+            if not isinstance(held, torch.Tensor) or held.shape != (old,):
+                continue
+            fresh = torch.zeros(self.nonzeros, dtype=held.dtype, device=held.device)
+            if key == "step_size":
+                fresh.fill_(group.get("lr", 0.0))
+            elif key == "sum":
+                fresh.fill_(group.get("initial_accumulator_value", 0.0))
+            elif key == "ax":
+                fresh.copy_(self.values.detach())
+            state[key] = fresh
+
+
+def random_positions(free: torch.Tensor, count: int, generator: torch.Generator) -> torch.Tensor:
+    """`count` different positions, uniform among those that are true in a flat mask on the CPU.
+
+    Drawn and drawn again while many are free, so that nothing is made as long as the mask.
+    """
+    available = int(free.sum())
+    if not 0 <= count <= available:
+        raise ValueError(f"{count} of {available} free positions")
+    if 2 * count > available or 4 * available < free.numel():
+        places = free.nonzero().flatten()
+        return places[torch.randperm(available, generator=generator)[:count]]
+    left = free.clone()
+    found: list[torch.Tensor] = []
+    while count:
+        drawn = torch.randint(free.numel(), (count,), generator=generator).unique()
+        drawn = drawn[left[drawn]]
+        left[drawn] = False
+        found.append(drawn)
+        count -= drawn.numel()
+    return torch.cat(found) if found else torch.empty(0, dtype=torch.int64)
