@@ -15,6 +15,7 @@ from ..trace.graph import Op, Role, Trace
 from ..trace.rules import (
     CACHED_FLOATS_PER_CHANNEL,
     FALLBACK,
+    OVERWRITING,
     RECOMPUTED_NORM_FLOPS_PER_ELEMENT,
     UNDIFFERENTIATED,
     Flow,
@@ -91,7 +92,9 @@ def forward_graph(trace: Trace) -> ForwardGraph:
         index = len(graph.nodes)
         first, last = group[0], group[-1]
         members = {op.index for op in group}
-        read = dict.fromkeys(s.value for op in group for _, s in op.inputs)
+        read = dict.fromkeys(
+            s.value for op in group for name, s in op.inputs if not _overwritten(op, name)
+        )
         written = dict.fromkeys(s.value for op in group for s in op.outputs)
         inputs = tuple(v for v in read if trace.values[v].producer not in members)
         outputs = tuple(v for v in written if trace.values[v].producer in members)
@@ -104,8 +107,9 @@ def forward_graph(trace: Trace) -> ForwardGraph:
         for value in (*inputs, *outputs):
             _cost(trace, graph, value)
         for value in outputs:
-            graph.producer[value] = index
             graph.key_module[value] = first.module
+            if graph.key_bytes[value]:
+                graph.producer[value] = index
         record = 0
         differentiable = any(op.differentiable for op in group) or last.saved != ()
         if rule.bits and differentiable:
@@ -139,8 +143,24 @@ def forward_graph(trace: Trace) -> ForwardGraph:
             )
         )
     _number_residual_blocks(graph)
+    _drop_dead_gradients(graph, trace.loss)
     graph.unknown = tuple(unknown)
     return graph
+
+
+def _overwritten(op: Op, argument: str) -> bool:
+    """Written without being read: what was there before does not matter."""
+    return argument in op.mutates and op.name.partition(".")[2] in OVERWRITING
+
+
+def _drop_dead_gradients(graph: ForwardGraph, loss: int) -> None:
+    """A branch that never reaches the loss has no gradient and keeps nothing for it."""
+    reached = {loss}
+    for node in reversed(graph.nodes):
+        if reached.isdisjoint(node.outputs):
+            graph.nodes[node.index] = replace(node, gradients=())
+        else:
+            reached.update(g.of for g in node.gradients)
 
 
 def _number_residual_blocks(graph: ForwardGraph) -> None:
@@ -256,8 +276,11 @@ def _gradients(
                 position = int(source.partition(".")[2] or 0)
                 if position < len(group[0].outputs):
                     reads.append(group[0].outputs[position].value)
-            elif source in by_name:
-                reads.append(by_name[source])
+            elif source == "whole":  # a reduction over everything has one output, and no positions
+                if len(group[0].outputs) == 1:
+                    reads.extend((*inputs, *outputs))
+            else:
+                reads.extend(v for n, v in by_name.items() if n.partition(".")[0] == source)
         keys = tuple(dict.fromkeys(k for k in reads if not _free(trace, k)))
         if spec.value in seen:  # the same tensor twice (x·x): one gradient, both needs
             gradients = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable
 
 from torch import nn
@@ -59,26 +60,28 @@ def block_paths(model: nn.Module) -> tuple[str, ...]:
 
 
 def _repeated(classes: dict[str, str]) -> list[str]:
-    """Numbered children of a container that are made of several modules.
+    """Numbered children of a container that are made of several modules, of a class found twice.
 
-    `layers.3`, `h.0`, `groups.1.2`: at least two beside each other, some of one class; the
-    outermost such level that is not itself only a list of lists. These are the residual blocks
-    and layers after which a checkpoint may stand.
+    `layers.3`, `h.0`, `groups.1.2`: the outermost such level that is not itself only a list of
+    lists. These are the residual blocks and layers after which a checkpoint may stand.
     """
     children: dict[str, list[str]] = {}
     for path in classes:
         if path:
             children.setdefault(path.rpartition(".")[0], []).append(path)
+    numbered = {
+        path: kind
+        for path, kind in classes.items()
+        if re.fullmatch(r"\d+", path.rpartition(".")[2])
+        and children.get(path)
+        and kind not in _CONTAINERS
+    }
+    often = Counter(numbered.values())
     found: list[str] = []
 
     def visit(path: str) -> None:
-        kids = children.get(path, [])
-        numbered = [k for k in kids if re.fullmatch(r"\d+", k.rpartition(".")[2])]
-        blocks = [k for k in numbered if children.get(k) and classes[k] not in _CONTAINERS]
-        if len(blocks) < 2 or len({classes[b] for b in blocks}) == len(blocks):
-            blocks = []
-        for kid in kids:
-            if kid in blocks:
+        for kid in children.get(path, []):
+            if often[numbered.get(kid, "")] > 1:
                 found.append(kid)
             else:
                 visit(kid)

@@ -393,6 +393,7 @@ def _adopt_hidden_functions(ops: list[Op]) -> tuple[Op, ...]:
         for spec in op.outputs:
             producer.setdefault(spec.value, op.index)
     queue = [i for i in wanted if ops[i].function < 0 and not ops[i].is_view]
+    adopted: set[int] = set()
     while queue:
         index = queue.pop()
         if ops[index].differentiable:
@@ -402,7 +403,19 @@ def _adopt_hidden_functions(ops: list[Op]) -> tuple[Op, ...]:
             made = producer.get(spec.value, -1)
             if not spec.requires_grad and 0 <= made < index and ops[made].function < 0:
                 queue.append(made)
-    return tuple(ops)
+                adopted.add(spec.value)
+    return tuple(
+        replace(
+            op,
+            inputs=tuple(
+                (name, replace(s, requires_grad=True) if s.value in adopted else s)
+                for name, s in op.inputs
+            ),
+        )
+        if op.differentiable and any(s.value in adopted for _, s in op.inputs)
+        else op
+        for op in ops
+    )
 
 
 # -- fakes -----------------------------------------------------------------------------------------

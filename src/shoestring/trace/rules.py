@@ -2,7 +2,8 @@
 
 A rule says, for each argument a gradient is taken of, which tensors that gradient reads: other
 arguments by name, `output` (or `output.1`), or `bits`, a compressed record of `bits` bits per
-output element that the operation itself writes (ReLU: one). An argument that is a parameter costs
+output element that the operation itself writes (ReLU: one), or `whole`, inputs and output, where
+there is but one output. An argument that is a parameter costs
 nothing to keep. An operation without a rule keeps all its inputs and outputs and is named in a
 warning.
 """
@@ -70,7 +71,7 @@ _SIGN = "the gradient passes or not, by the sign of the input: one bit (Gist)"
 _SHAPE = "moves elements, reads none of them"
 _LINEAR = "linear with constant coefficients: the gradient reads no activation"
 _PRODUCT = "a product: each factor's gradient reads the other factor"
-_NORM_NEEDS = {"input": ("input",), "weight": ("input",), "*": ()}
+_NORM_NEEDS = {"input": ("input", "weight"), "weight": ("input",), "*": ()}
 
 RULES: dict[str, Rule] = {
     # activation functions
@@ -96,7 +97,11 @@ RULES: dict[str, Rule] = {
     "rsqrt": Rule({"*": ("output",)}, "-y³/2", flow=Flow.IN_PLACE, elementwise=True),
     "reciprocal": Rule({"*": ("output",)}, "-y²", flow=Flow.IN_PLACE, elementwise=True),
     "log": _keep("self", "1/x", Flow.IN_PLACE),
-    "pow": _keep("self", "n·x^(n-1)", Flow.IN_PLACE),
+    "pow": Rule(
+        {"self": ("self", "exponent"), "exponent": ("self", "exponent")},
+        "n·x^(n-1), and x^n·ln x where the exponent is a tensor",
+        flow=Flow.IN_PLACE,
+    ),
     "sin": _keep("self", "cos x", Flow.IN_PLACE),
     "cos": _keep("self", "-sin x", Flow.IN_PLACE),
     # additions, scalings, shapes
@@ -142,12 +147,17 @@ RULES: dict[str, Rule] = {
     "embedding": Rule({"weight": ("indices",)}, "rows by index"),
     "_embedding_bag": Rule({"weight": ("indices", "offsets")}, "rows by index"),
     "index_select": Rule({"self": ("index",)}, "rows by index"),
-    "index": _nothing("positions by index, which is data"),
+    "index": Rule({"self": ("indices",)}, "positions by index"),
     "gather": Rule({"self": ("index",)}, "positions by index"),
     "scatter_add": Rule({"src": ("index",), "*": ()}, "positions by index"),
     "topk": Rule({"*": ("output.1",)}, "positions of the largest"),
     "sort": Rule({"*": ("output.1",)}, "the permutation"),
-    "max": Rule({"*": ("output.1",)}, "position of the largest"),
+    "max": Rule(
+        {"*": ("output.1", "whole")}, "position of the largest, or the input and its maximum"
+    ),
+    "min": Rule(
+        {"*": ("output.1", "whole")}, "position of the smallest, or the input and its minimum"
+    ),
     "amax": Rule({"*": ("self", "output")}, "compares the input with its maximum"),
     "max_pool2d_with_indices": Rule(
         {"*": ("bits",)}, "which element of the window: a byte at most", bits=8
@@ -247,6 +257,9 @@ UNDIFFERENTIATED = frozenset(
     "bernoulli bernoulli_ detach argmax argmin eq ne lt gt le ge".split()
 )
 """Operations that read a tensor requiring a gradient and pass none on."""
+
+OVERWRITING = frozenset("bernoulli_ zero_ fill_ normal_ uniform_ random_ exponential_".split())
+"""In-place operations that do not read what they overwrite."""
 
 FALLBACK = Rule({"*": ("*",)}, "no rule: every input and output is kept")
 

@@ -73,7 +73,7 @@ class Checkpointing(WholeBatch):
             return
         size = int(re.findall(r"\d+", self.strategy)[0])
         if self.strategy.startswith("every"):
-            setup.undo.append(every_node(setup.model, size))
+            setup.run = every_node(setup.model, setup.run, size)
             return
         nested = self.strategy.endswith("*")
         setup.undo.append(group_blocks(setup.model, self._find(setup.model), size, nested))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..base import Run
-from .regions import DeferCheap, region
+from .recipes import Recipes
+from .regions import region
 
 _CHEAP_MODULES = (
     nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.ReLU, nn.ReLU6, nn.LeakyReLU,
@@ -21,14 +23,24 @@ def without_cheap_outputs(model: nn.Module, run: Run) -> tuple[Run, bool]:
     """The run with normalisations and activations deferred; whether there is any such module."""
 
     def deferred(batch: Any) -> torch.Tensor:
-        with DeferCheap(model):
+        with Recipes(model):
             return run(batch)
 
     return deferred, any(isinstance(m, _CHEAP_MODULES) for m in model.modules())
 
 
+def every_node(model: nn.Module, run: Run, size: int) -> Run:
+    """The run with the inputs of every `size`-th function kept, the others made again."""
+
+    def in_parts(batch: Any) -> torch.Tensor:
+        with Recipes(model, every=size):
+            return run(batch)
+
+    return in_parts
+
+
 class Pending:
-    """The output of a block whose group is not complete: it runs when the group is, or when read."""
+    """The output of a block whose group is not complete; it runs when it is, or when read."""
 
     def __init__(self, model: nn.Module, steps: list[tuple[Any, tuple[Any, ...], Any]]) -> None:
         self._model, self._steps = model, steps
@@ -94,14 +106,18 @@ def group_blocks(
 ) -> Callable[[], None]:
     """Every `size` blocks form one region; nested: each block is one more inside of it.
 
-    A block that is not the last of its group gives back a `Pending` output. The next block takes
-    it as its first argument; anything else that reads it runs what is there of the group.
+    Groups start anew in every stack of blocks. A block that is not the last of its group gives
+    back a `Pending` output. The next block takes it as its first argument; anything else that
+    reads it runs what is there of the group.
     """
     modules = dict(model.named_modules())
-    blocks = [modules[path] for path in paths]
     undone: list[Callable[[], None]] = []
-    for position, block in enumerate(blocks):
-        last = position % size == size - 1 or position == len(blocks) - 1
+    stacks = groupby(paths, key=lambda path: _stack(path, modules))
+    grouped = [p for _, stack in stacks for p in enumerate(list(stack))]
+    following = [*(position for position, _ in grouped[1:]), 0]
+    for (position, path), after in zip(grouped, following, strict=True):
+        block = modules[path]
+        last = position % size == size - 1 or after == 0
         undone.append(
             _wrap(
                 model, block, first=position % size == 0, last=last, nested=nested, alone=size == 1
@@ -115,13 +131,19 @@ def group_blocks(
     return undo
 
 
+def _stack(path: str, modules: dict[str, nn.Module]) -> str:
+    """Blocks of one list run one after the other; so do Sequentials beside each other."""
+    above = path.rpartition(".")[0]
+    return above.rpartition(".")[0] if isinstance(modules[above], nn.Sequential) else above
+
+
 def _wrap(
     model: nn.Module, block: nn.Module, *, first: bool, last: bool, nested: bool, alone: bool
 ) -> Callable[[], None]:
     plain = block.forward
 
     def inside(*args: Any, **kwargs: Any) -> Any:
-        with DeferCheap(model):
+        with Recipes(model):
             return plain(*args, **kwargs)
 
     leaf = inside if nested else plain
@@ -148,13 +170,3 @@ def _wrap(
         del block.forward  # the class's own forward shows again
 
     return undo
-
-
-def every_node(model: nn.Module, size: int) -> Callable[[], None]:
-    """Regions of `size` consecutive leaf modules that hold parameters or keep their input."""
-    leaves = [
-        path
-        for path, module in model.named_modules()
-        if not any(module.children()) and not isinstance(module, (nn.Identity, nn.Flatten))
-    ]
-    return group_blocks(model, leaves, size, nested=False)
