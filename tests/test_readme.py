@@ -1,0 +1,164 @@
+"""What the README and docs show is what comes out: code, commands and the numbers in tables."""
+
+import contextlib
+import io
+import json
+import re
+import shlex
+import sys
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoestring.cli import main
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").rglob("*.md")), ROOT / "benchmarks" / "README.md"]
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page."""
+
+    page: Path
+    line: int
+    language: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+
+def blocks(page: Path, language: str) -> list[Block]:
+    """All blocks of a language."""
+    text = page.read_text(encoding="utf-8")
+    found = re.finditer(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [Block(page, text.count("\n", 0, m.start()) + 1, language, m[1]) for m in found]
+
+
+def commands(block: Block) -> list[tuple[str, list[str]]]:
+    """Each `$ command` of a console block with the lines shown below it."""
+    found: list[tuple[str, list[str]]] = []
+    for line in block.text.splitlines():
+        if line.startswith("$ "):
+            found.append((line[2:], []))
+        else:
+            found[-1][1].append(" ".join(line.split()))
+    return found
+
+
+def table_rows(page: Path) -> list[tuple[str, str]]:
+    """(what is counted here, the command that counts it) of every table row with a command."""
+    found: list[tuple[str, str]] = []
+    column = -1
+    for line in page.read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+        if "counted here" in cells:
+            column = cells.index("counted here")
+        elif match := re.fullmatch(r"`(shoestring profile [^`]*)`", cells[-1]):
+            found.append((cells[column], match[1]))
+    return found
+
+
+def slow_outside_readme(page: Path, *values: Any) -> Any:
+    """A case of a parametrised test; the docs' ones are the long ones."""
+    marks = () if page == README else (pytest.mark.slow,)
+    return pytest.param(*values, marks=marks, id=" ".join(str(v) for v in values)[:100])
+
+
+def run(command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    """What a `shoestring` command prints."""
+    program, *arguments = shlex.split(command)
+    assert program == "shoestring"
+    monkeypatch.setattr(sys, "argv", [program, *arguments])
+    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)  # main() replaces it
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as left:
+        main()
+    captured = capsys.readouterr()
+    assert not left.value.code, captured.err
+    return captured.out
+
+
+@pytest.mark.parametrize(
+    "page",
+    [slow_outside_readme(p, p.relative_to(ROOT)) for p in PAGES if blocks(p, "python")],
+)
+def test_python_blocks_run(page: Path) -> None:
+    """The blocks of a page run one after the other and print what their `#>` lines say."""
+    scope: dict[str, Any] = {"__name__": "readme"}
+    for block in blocks(ROOT / page, "python"):
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile(block.text, str(block), "exec"), scope)
+        shown = [line[3:] for line in block.text.splitlines() if line.startswith("#> ")]
+        assert printed.getvalue().splitlines() == shown, str(block)
+
+
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [
+        slow_outside_readme(page, command, shown)
+        for page in PAGES
+        for block in blocks(page, "console")
+        for command, shown in commands(block)
+    ],
+)
+def test_console_blocks(
+    command: str,
+    shown: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Every line shown is among those printed, in the same order."""
+    printed = iter(
+        [" ".join(line.split()) for line in run(command, monkeypatch, capsys).splitlines()]
+    )
+    for line in shown:
+        assert line in printed, f"{line!r} is not printed by {command}, or not there"
+
+
+@pytest.mark.parametrize(
+    ("counted", "command"),
+    [
+        slow_outside_readme(page, *row)
+        for row, page in {r: p for p in reversed(PAGES) for r in table_rows(p)}.items()
+    ],
+)
+def test_numbers_in_tables(
+    counted: str,
+    command: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The peak, to as many digits as the table has."""
+    number = counted.removesuffix(" MB")
+    digits = len(number.partition(".")[2])
+    peak = json.loads(run(f"{command} --json", monkeypatch, capsys))["peak_bytes"]
+    assert f"{peak / 1e6:,.{digits}f}" == number
+
+
+def test_every_page_is_read() -> None:
+    """The patterns above find what they are meant to find."""
+    assert len(blocks(README, "python")) >= 2
+    assert sum(len(commands(block)) for block in blocks(README, "console")) >= 2
+    assert len(table_rows(README)) >= 11
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    """Links between the pages, headings included."""
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if re.match(r"https?://", target):
+            continue
+        path, _, heading = target.partition("#")
+        linked = (page.parent / path).resolve() if path else page
+        assert linked.exists(), f"{page.name} → {target}"
+        if heading:
+            headings = re.findall(r"^#+ (.*)$", linked.read_text(encoding="utf-8"), re.MULTILINE)
+            slugs = [re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings]
+            assert heading in slugs, f"{page.name} → {target}"
