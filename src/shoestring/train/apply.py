@@ -40,6 +40,8 @@ class Step:
         for part, weight in setup.split(batch):
             value = setup.run(part)
             check_loss(value)
+            if isinstance(weight, torch.Tensor):
+                weight = weight.to(value.dtype)
             weighted = value if weight is None else value * weight
             setup.backward(weighted)
             shown = weighted.detach()
@@ -82,7 +84,7 @@ def apply(
     are undone and the model and optimizer are as they were.
     """
     check_trainable(model)
-    chosen = tuple(sorted(techniques, key=lambda t: _ORDER.index(type(t))))  # type: ignore[arg-type]
+    chosen = tuple(sorted(techniques, key=lambda t: _ORDER.index(type(t))))
     setup = Setup(
         model=model,
         optimizer=optimizer,
@@ -100,6 +102,7 @@ def apply(
         for undo in reversed(setup.undo):
             undo()
         raise
+    setup.undo.clear()  # it holds what the model was, in memory the plan has spent otherwise
     return Step(setup, chosen)
 
 

@@ -58,12 +58,12 @@ class GroupedNormalization:
             rows = self._size * (x.shape[0] // examples)
             return torch.cat([plain(group) for group in x.split(rows)])
 
-        module.forward = forward  # type: ignore[method-assign]
+        module.forward = forward
 
         def undo() -> None:
             if own is None:
                 del module.forward  # the class's own forward shows again
             else:
-                module.forward = own  # type: ignore[method-assign]
+                module.forward = own
 
         return undo
