@@ -141,6 +141,7 @@ def _make_class(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]
     }
     if issubclass(cls, nn.RNNBase):
         members["_flat_weights"] = property(_dense_flat_weights, lambda module, weights: None)
+        members["flatten_parameters"] = lambda module: None
     return type(cls.__name__, (_Sparse, cls), members)
 
 

@@ -133,14 +133,16 @@ class SparseTensor:
         """Optimizer state with `old` entries starts again, at the size the values have now.
 
         Zero, as the report resets momentum; where an optimizer starts elsewhere (Rprop, Adagrad,
-        ASGD), there. Numbers such as a step count stay.
+        ASGD), there. Numbers such as a step count stay; a tensor with fewer entries has one for
+        each block of so many values, and gets as many as there can be blocks.
         """
         group = self.group()
         state = self.state()
         for key, held in state.items():
-            if not isinstance(held, torch.Tensor) or held.shape != (old,):
+            if not isinstance(held, torch.Tensor) or held.dim() != 1 or held.numel() > old:
                 continue
-            fresh = torch.zeros(self.nonzeros, dtype=held.dtype, device=held.device)
+            entries = -(-held.numel() * self.nonzeros // max(old, 1))
+            fresh = torch.zeros(entries, dtype=held.dtype, device=held.device)
             if key == "step_size":
                 fresh.fill_(group.get("lr", 0.0))
             elif key == "sum":

@@ -1,0 +1,65 @@
+"""Measured bytes of model, gradients and optimizer state against the report's formula."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoestring.errors import InputError, NoEffectWarning
+from shoestring.memory.fundamental import parameter_bytes
+from shoestring.models.wide_resnet import wide_resnet
+from shoestring.techniques import Sparsity
+from shoestring.techniques.sparsity import sparse_tensors
+from shoestring.trace.capture import capture
+from shoestring.trace.graph import Trace
+from shoestring.train.apply import apply
+
+
+def loss(model: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+BATCH = torch.randn(2, 3, 32, 32), torch.tensor([1, 2])
+
+
+@pytest.fixture(scope="module")
+def trace() -> Trace:
+    return capture(wide_resnet(28, 2), BATCH, loss=loss, optimizer="sgd")
+
+
+def held_bytes(tensors: list[Tensor]) -> int:
+    """By storages, each once."""
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+@pytest.mark.parametrize("density", [0.5, 0.3, 0.2, 0.1])
+def test_no_more_than_the_report_s_formula(density: float, trace: Trace) -> None:
+    model = wide_resnet(28, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
+    settings = Sparsity(density, schedule=((9, 1),), threshold=0.02)
+    step = apply([settings], model, optimizer, loss=loss)
+    step(BATCH)
+    loss(model, BATCH).backward()
+    parameters = list(model.parameters())
+    index = [tensor.index for tensor in sparse_tensors(model).values()]
+    predicted = parameter_bytes(settings.predict(trace))
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    momentum = [s["momentum_buffer"] for s in optimizer.state.values()]
+    assert held_bytes(gradients) == predicted.gradient_bytes
+    assert held_bytes(momentum) == predicted.optimizer_state_bytes
+    assert held_bytes([*parameters, *index]) <= predicted.model_bytes
+    smallest = parameter_bytes(settings.predict(trace), "smallest")
+    assert held_bytes([*parameters, *index]) == smallest.model_bytes
+
+
+def test_predict_takes_the_names(trace: Trace) -> None:
+    chosen = ("group1.0.conv1.weight", "linear.weight")
+    predicted = Sparsity(0.5, tensors=chosen).predict(trace)
+    assert {p.name for p in predicted.parameters if p.density < 1} == set(chosen)
+    with pytest.raises(InputError, match="no parameter 'x'"):
+        Sparsity(0.5, tensors=("x",)).predict(trace)
+    with pytest.warns(NoEffectWarning):
+        Sparsity(0.5, tensors=()).predict(trace)
+    assert Sparsity(1.0).predict(trace) == trace

@@ -1,0 +1,51 @@
+"""The Triton kernels in Triton's interpreter, against plain PyTorch; on a GPU where there is one."""
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from shoestring.techniques.sparsity import index as form
+
+SHAPES = [(3, 5), (16, 16, 3, 3), (8, 512), (9, 1025), (1, 1)]
+
+
+def compare(device: str) -> None:
+    """Scatter and gather of random patterns, on a device."""
+    from shoestring.techniques.sparsity import kernels
+
+    for shape in SHAPES:
+        for density in (0.0, 0.1, 0.6, 1.0):
+            mask = torch.rand(math.prod(shape)) < density
+            packed = torch.zeros(form.bitmask_bytes(shape), 8, dtype=torch.uint8)
+            packed.view(-1)[: mask.numel()] = mask
+            packed = (packed << torch.arange(8)).sum(1).to(torch.uint8).to(device)
+            dense = torch.randn(shape)
+            starts = kernels.block_starts(packed)
+            values = kernels.gather(dense.to(device), packed, starts, int(mask.sum()))
+            assert torch.equal(values.cpu(), dense.flatten()[mask]), (shape, density)
+            made = kernels.scatter(values, packed, starts, shape)
+            assert torch.equal(made.cpu(), dense * mask.view(shape)), (shape, density)
+
+
+def test_in_the_interpreter() -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    tests = Path(__file__).parent
+    paths = [str(tests.parent), *sys.path]
+    program = "from sparsity.test_kernels import compare; compare('cpu'); print('equal')"
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True
+    )
+    assert done.stdout == "equal\n", done.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_on_a_device() -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    compare("cuda")
