@@ -34,6 +34,14 @@ CHEAP: frozenset[Any] = frozenset(
 )  # fmt: skip
 """Normalisations and activation functions: what `no-bn` makes again."""
 
+_SAVES_OUTPUT: frozenset[Any] = frozenset(
+    {
+        F.relu, F.sigmoid, F.tanh, torch.relu, torch.sigmoid, torch.tanh, torch.Tensor.relu,
+        torch.Tensor.sigmoid, torch.Tensor.tanh,
+    }
+)  # fmt: skip
+"""Those whose own gradient reads the output, so that autograd saves it while they run."""
+
 _NODES = CHEAP | {
     F.linear, F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, torch.conv1d,
     torch.conv2d, torch.conv3d, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__,
@@ -58,7 +66,8 @@ class _View:
         self.offset = tensor.storage_offset()
 
     def of(self, made: torch.Tensor) -> torch.Tensor:
-        if made.size() == self.size and made.stride() == self.stride:
+        where = (made.size(), made.stride(), made.storage_offset())
+        if where == (self.size, self.stride, self.offset):
             return made
         return torch.as_strided(made, self.size, self.stride, self.offset)
 
@@ -162,9 +171,10 @@ class Recipes:
 
         def is_output(tensor: torch.Tensor) -> bool:
             new = _key(tensor) == _key(first) if in_place else _key(tensor) not in given
-            return new and tensor.numel() >= first.numel()
+            return new and tensor.shape == first.shape
 
-        self._current = (recipe, is_output)
+        if func in _SAVES_OUTPUT:
+            self._current = (recipe, is_output)
         try:
             out = func(*args, **kwargs)
         finally:

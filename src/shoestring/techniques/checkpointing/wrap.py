@@ -164,7 +164,7 @@ def _wrap(
             pending = Pending(model, [(one, real, kwargs)])
         return pending.value() if last else pending
 
-    block.forward = forward  # type: ignore[method-assign]
+    block.forward = forward
 
     def undo() -> None:
         del block.forward  # the class's own forward shows again
