@@ -1,28 +1,137 @@
 """The `device` accounting: what PyTorch's allocator will show for the plain step.
 
 The trace holds when each storage was made and dropped, under autograd's own rules. On the CPU that
-is the answer. On CUDA three things are added: workspaces and temporaries inside a kernel (by rule,
-`memory.workspaces`), the caching allocator's rounding (`memory.allocator`), and cuBLAS's buffer.
+is the answer. On CUDA the step is replayed through a simulated caching allocator
+(`memory.allocator`) together with what operators allocate for themselves (`memory.workspaces`),
+three times over, since what a step leaves in the cache shapes the blocks of the next.
 """
 
 from __future__ import annotations
 
-from ..trace.graph import Role, Trace
+from dataclasses import dataclass, field
+
+from ..trace.graph import Phase, Role, Storage, Trace
+from .allocator import CachingAllocator
+from .cudnn import ConvolutionTable
 from .timeline import Change, Timeline, build
+from .workspaces import Persistent, Temporary, persistent, temporaries
+
+STEPS = 3
+"""Steps replayed: the optimizer's state appears in the first, the third is the steady one."""
 
 
-def device_timeline(trace: Trace) -> Timeline:
-    """Bytes by role at every operation of the step."""
+def device_timeline(trace: Trace, convolutions: ConvolutionTable | None = None) -> Timeline:
+    """Bytes by role at every operation of the step.
+
+    On CUDA, bytes are those of allocator blocks, and WORKSPACE at an operation is what its
+    temporaries add to the peak inside it. `convolutions` replaces the shipped calibration.
+    """
+    labels = [(op.name, str(op.phase), op.module) for op in trace.ops]
+    if trace.device == "cuda":
+        replay = _Replay(trace, convolutions or ConvolutionTable.shipped())
+        return build(replay.run(), labels)
     changes: list[Change] = []
     for storage in trace.storages:
         if storage.birth >= storage.death or not storage.nbytes:
             continue
         changes.append(Change(max(storage.birth, 0), storage.nbytes, storage.role, storage.module))
         changes.append(Change(storage.death, -storage.nbytes, storage.role, storage.module))
-    labels = [(op.name, str(op.phase), op.module) for op in trace.ops]
     return build(changes, labels)
 
 
-def counted_on_device(role: Role) -> bool:
-    """Every role is resident on the device."""
-    return role in Role
+@dataclass
+class _Replay:
+    """Steps of a trace run through the simulated allocator."""
+
+    trace: Trace
+    convolutions: ConvolutionTable
+    allocator: CachingAllocator = field(default_factory=CachingAllocator)
+
+    def run(self) -> list[Change]:
+        """Block sizes of the last step as changes of live bytes."""
+        trace, count = self.trace, len(self.trace.ops)
+        self._born: list[list[Storage]] = [[] for _ in range(count + 1)]
+        self._dying: list[list[Storage]] = [[] for _ in range(count + 1)]
+        state: list[Storage] = []
+        changes: list[Change] = []
+        self._resident: list[tuple[int, Role, str]] = []
+        for storage in trace.storages:
+            if storage.birth >= storage.death or not storage.nbytes:
+                continue
+            if storage.birth >= 0:
+                self._born[storage.birth].append(storage)
+                self._dying[min(storage.death, count)].append(storage)
+            elif storage.role is Role.OPTIMIZER_STATE:
+                state.append(storage)
+            else:
+                self._keep(storage.nbytes, storage.role, storage.module)
+        self._temporaries: list[tuple[Temporary, ...]] = [
+            temporaries(op, self.convolutions) for op in trace.ops
+        ]
+        self._held: dict[int, int] = {}
+        kept = persistent(trace)
+        for step in range(STEPS):
+            first = step == 0
+            changes = self._step(kept if first else (), state if first else [])
+        for handle, role, module in self._resident:
+            nbytes = self.allocator.block_bytes(handle)
+            changes.append(Change(0, nbytes, role, module))
+        return changes
+
+    def _keep(self, nbytes: int, role: Role, module: str) -> None:
+        self._resident.append((self.allocator.allocate(nbytes), role, module))
+
+    def _step(self, kept: tuple[Persistent, ...], state: list[Storage]) -> list[Change]:
+        allocator = self.allocator
+        changes: list[Change] = []
+        first_use: dict[int, list[Persistent]] = {}
+        for workspace in kept:
+            first_use.setdefault(workspace.operation, []).append(workspace)
+        awaiting_state = bool(state)
+        for index, op in enumerate(self.trace.ops):
+            self._release(index, changes)
+            if awaiting_state and op.phase is Phase.OPTIMIZER:
+                awaiting_state = False
+                for storage in state:
+                    self._keep(storage.nbytes, storage.role, storage.module)
+            for workspace in first_use.get(index, ()):
+                self._keep(workspace.nbytes, Role.WORKSPACE, "")
+            peak = self._operate(index, changes)
+            excess = peak - allocator.allocated_bytes
+            if excess > 0:
+                changes.append(Change(index, excess, Role.WORKSPACE, op.module))
+                changes.append(Change(index + 1, -excess, Role.WORKSPACE, op.module))
+        if awaiting_state:
+            for storage in state:
+                self._keep(storage.nbytes, storage.role, storage.module)
+        self._release(len(self.trace.ops), changes)
+        return changes
+
+    def _operate(self, index: int, changes: list[Change]) -> int:
+        """Allocate an operation's results and temporaries as it would; return the peak inside."""
+        allocator, results = self.allocator, iter(self._born[index])
+        allocator.reset_peak()
+        made = 0
+        for temporary in self._temporaries[index]:
+            while made < temporary.results and (storage := next(results, None)) is not None:
+                self._make(storage, changes)
+                made += 1
+            handles = [allocator.allocate(nbytes) for nbytes in temporary.nbytes]
+            for handle in handles:
+                allocator.free(handle)
+        for storage in results:
+            self._make(storage, changes)
+        return allocator.peak_allocated_bytes
+
+    def _make(self, storage: Storage, changes: list[Change]) -> None:
+        handle = self.allocator.allocate(storage.nbytes)
+        self._held[storage.index] = handle
+        nbytes = self.allocator.block_bytes(handle)
+        changes.append(Change(storage.birth, nbytes, storage.role, storage.module))
+
+    def _release(self, index: int, changes: list[Change]) -> None:
+        for storage in self._dying[index]:
+            handle = self._held.pop(storage.index)
+            nbytes = self.allocator.block_bytes(handle)
+            changes.append(Change(index, -nbytes, storage.role, storage.module))
+            self.allocator.free(handle)

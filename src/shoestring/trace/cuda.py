@@ -2,16 +2,28 @@
 
 A machine without CUDA cannot run fake CUDA tensors backward, but autograd and the shape functions
 of CUDA's own operators are there: each function below is replaced by the operator PyTorch would
-choose on the GPU, so a trace made anywhere has the saves and temporaries of a CUDA step.
+choose on the GPU, so a trace made anywhere has the saves and temporaries of a CUDA step. Two
+operators of recurrent layers have no shape function; theirs are written here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
+import torch.nn.functional as F
+from torch._prims_common import suggest_memory_format
+from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch.overrides import TorchFunctionMode, _len_torch_function_stack, _pop_mode_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from .cuda_attention import attention
+from .cudnn_rnn import MODES, recurrent_backward, recurrent_forward
+
+_aten = torch.ops.aten
 
 
 def _dropout(original: Any, input: torch.Tensor, p: float, train: bool) -> Any:
@@ -21,12 +33,117 @@ def _dropout(original: Any, input: torch.Tensor, p: float, train: bool) -> Any:
     return torch.native_dropout(input, p, train)[0]
 
 
+def _batch_norm(
+    original: Any,
+    input: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Any:
+    """cuDNN's kernels for images and sequences; vectors and bfloat16 stay with PyTorch's own."""
+    running = (running_mean is not None) + (running_var is not None)
+    eligible = (
+        cudnn_enabled
+        and weight is not None
+        and bias is not None
+        and input.dim() >= 3
+        and input.numel() > 0
+        and input.dtype is not torch.bfloat16
+        and weight.dtype is not torch.bfloat16
+        and (running == 2 or (running == 0 and training))
+        and input.shape[0] <= (880801 if training else 65535)
+    )
+    if not eligible:
+        return original(
+            input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled
+        )
+    return _aten.cudnn_batch_norm(
+        input.contiguous() if not _dense(input) else input,
+        weight,
+        bias,
+        running_mean,
+        running_var,
+        training,
+        momentum,
+        eps,
+    )[0]
+
+
+def _dense(tensor: torch.Tensor) -> bool:
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    other = formats.get(tensor.dim())
+    return tensor.is_contiguous() or (
+        other is not None and tensor.is_contiguous(memory_format=other)
+    )
+
+
+# -- recurrent layers --------------------------------------------------------------------------
+
+
+def _recurrent(mode: int) -> Callable[..., Any]:
+    def run(original: Any, *args: Any) -> Any:
+        packed = isinstance(args[1], torch.Tensor) and isinstance(args[3], (list, tuple))
+        if packed:
+            input, sizes, hidden, weights = args[:4]
+            batch_sizes, batch_first = _lengths(sizes), False
+        else:
+            input, hidden, weights = args[:3]
+            batch_sizes, batch_first = [], args[8]
+        first = 4 if packed else 3
+        has_bias, layers, dropout, train, bidirectional = args[first : first + 5]
+        is_lstm = mode == MODES["lstm"]
+        hx, cx = (hidden[0], hidden[1]) if is_lstm else (hidden, None)
+        width = hx.shape[2] if cx is None else cx.shape[2]
+        projection = hx.shape[2] if cx is not None and hx.shape[2] != width else 0
+        stride = (4 if has_bias else 2) + (1 if projection else 0)
+        output, hy, cy, _, _ = _aten._cudnn_rnn(
+            input,
+            list(weights),
+            stride,
+            weights[0].detach(),
+            hx,
+            cx,
+            mode,
+            width,
+            projection,
+            layers,
+            batch_first,
+            dropout if train else 0.0,
+            train,
+            bidirectional,
+            batch_sizes,
+            None,
+        )
+        return (output, hy, cy) if is_lstm else (output, hy)
+
+    return run
+
+
+def _lengths(sizes: torch.Tensor) -> list[int]:
+    """Sequences at each time step of a packed batch; a fake tensor has no values, so one each."""
+    try:
+        return [int(size) for size in sizes.tolist()]
+    except (RuntimeError, DataDependentOutputException):
+        return [1] * int(sizes.shape[0])
+
+
 _REPLACED: dict[Any, Callable[..., Any]] = {
     torch.dropout: _dropout,
+    torch.batch_norm: _batch_norm,
+    F.scaled_dot_product_attention: attention,
+    torch.lstm: _recurrent(MODES["lstm"]),
+    torch.gru: _recurrent(MODES["gru"]),
+    torch.rnn_tanh: _recurrent(MODES["tanh"]),
+    torch.rnn_relu: _recurrent(MODES["relu"]),
 }
 
 
-class CudaKernels(TorchFunctionMode):
+class _Functions(TorchFunctionMode):
     """Replace the functions whose CUDA operator differs from the CPU's."""
 
     def __torch_function__(
@@ -37,3 +154,127 @@ class CudaKernels(TorchFunctionMode):
         if replacement is not None:
             return replacement(func, *args, **kwargs)
         return func(*args, **kwargs)
+
+
+_WHOLE_LOSSES = (
+    _aten.mse_loss.default,
+    _aten.smooth_l1_loss.default,
+    _aten.binary_cross_entropy.default,
+)
+
+
+# Gradients that PyTorch scatters into fresh zeros in place, except when tensors are fake.
+_IN_PLACE = {
+    _aten.scatter_add.default: "GatherBackward0",
+    _aten.index_put.default: "IndexBackward0",
+    _aten.index_add.default: "IndexSelectBackward0",
+}
+
+
+def _reduces(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    names = [argument.name for argument in func._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    return given.get("reduction", 1) != 0
+
+
+class _Shapes(TorchDispatchMode):
+    """Give operators the results they have on CUDA, where fake tensors would have others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._node_of: dict[int, int] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        node = torch._C._current_autograd_node()
+        if node is None or torch.is_grad_enabled():
+            return _result(func, args, kwargs)
+        if func in _IN_PLACE and node.name() == _IN_PLACE[func]:
+            func = getattr(_aten, func._opname + "_").default
+        elif func is _aten.add.Tensor and not kwargs and self._accumulates(args, node):
+            func = _aten.add_.Tensor
+        out = _result(func, args, kwargs)
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                self._node_of[leaf.untyped_storage()._cdata] = node._sequence_nr()
+        return out
+
+    def _accumulates(self, args: tuple[Any, ...], node: Any) -> bool:
+        """Whether the engine adds a gradient to one it holds already, which it does in place.
+
+        With fake tensors it does not. The one it holds came from another node and has no other
+        user: of its storage, this call and the engine hold a reference each.
+        """
+        held, new = args[0], args[1]
+        if not isinstance(new, torch.Tensor) or held.shape != new.shape:
+            return False
+        storage = held.untyped_storage()
+        return (
+            held.dtype == new.dtype
+            and self._node_of.get(storage._cdata, node._sequence_nr()) != node._sequence_nr()
+            and storage.nbytes() == held.numel() * held.element_size()
+            and torch._C._storage_Use_Count(storage._cdata) <= _ENGINE_AND_CALL
+        )
+
+
+_ENGINE_AND_CALL = 2
+
+
+def _result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if func is _aten._cudnn_rnn.default:
+        return recurrent_forward(*args)
+    if func is _aten._cudnn_rnn_backward.default:
+        return recurrent_backward(*args)
+    if func in _WHOLE_LOSSES and _reduces(func, args, kwargs):
+        # The result is a scalar in a storage as large as the input.
+        return torch.empty_like(args[0]).resize_(0).resize_(())
+    if func is _aten.native_dropout_backward.default:
+        return torch.empty_like(args[0], memory_format=suggest_memory_format(args[0]))
+    return func(*args, **kwargs)
+
+
+@contextmanager
+def _open_functions() -> Iterator[None]:
+    """Let PyTorch's Python functions run their own bodies, so that the calls inside are seen too.
+
+    They hand themselves to an active function mode, and run unseen from there.
+    """
+    names = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+    plain = [
+        (module, name, getattr(module, name))
+        for module in (F, torch.functional, torch.autograd, torch._tensor)
+        for name in names
+        if hasattr(module, name)
+    ]
+
+    def outside(check: Any) -> Any:
+        def ask(*args: Any) -> bool:
+            if not _len_torch_function_stack():
+                return check(*args)
+            with _pop_mode_temporarily():
+                return check(*args)
+
+        return ask
+
+    try:
+        for module, name, check in plain:
+            setattr(module, name, outside(check))
+        yield
+    finally:
+        for module, name, check in plain:
+            setattr(module, name, check)
+
+
+class CudaKernels(AbstractContextManager[None]):
+    """Inside, fake CPU tensors run the operators CUDA would run."""
+
+    def __enter__(self) -> None:
+        self._stack = ExitStack()
+        self._stack.enter_context(_Shapes())
+        self._stack.enter_context(_Functions())
+        self._stack.enter_context(_open_functions())
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.close()

@@ -1,0 +1,112 @@
+"""The simulated caching allocator against sequences worked out by hand, and its invariants."""
+
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoestring.memory.allocator import MIB, CachingAllocator, rounded, segment_bytes
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "block"),
+    [(1, 512), (512, 512), (513, 1024), (MIB, MIB), (MIB + 1, MIB + 512)],
+)
+def test_requests_are_rounded_up_to_512_bytes(request_bytes, block):
+    assert rounded(request_bytes) == block
+    allocator = CachingAllocator()
+    handle = allocator.allocate(request_bytes)
+    assert allocator.block_bytes(handle) == allocator.allocated_bytes == block
+
+
+def test_segments_by_size():
+    assert segment_bytes(512) == segment_bytes(MIB) == 2 * MIB
+    assert segment_bytes(MIB + 512) == segment_bytes(10 * MIB - 512) == 20 * MIB
+    assert segment_bytes(10 * MIB) == 10 * MIB
+    assert segment_bytes(11 * MIB) == 12 * MIB
+
+
+def test_small_requests_share_a_segment_until_it_is_full():
+    allocator = CachingAllocator()
+    for _ in range(4):
+        allocator.allocate(MIB // 2)
+    assert allocator.reserved_bytes == 2 * MIB
+    allocator.allocate(1)
+    assert allocator.reserved_bytes == 4 * MIB
+
+
+def test_a_large_block_is_handed_out_whole_when_a_mebibyte_or_less_would_remain():
+    allocator = CachingAllocator()
+    allocator.free(allocator.allocate(12 * MIB))
+    whole = allocator.allocate(11 * MIB)
+    assert allocator.block_bytes(whole) == 12 * MIB
+    assert allocator.allocated_bytes == 12 * MIB
+    allocator.free(whole)
+    split = allocator.allocate(11 * MIB - 512)
+    assert allocator.block_bytes(split) == 11 * MIB - 512
+    assert allocator.reserved_bytes == 12 * MIB
+
+
+def test_best_fit_takes_the_smallest_block_that_is_large_enough():
+    allocator = CachingAllocator()
+    large, small = allocator.allocate(40 * MIB), allocator.allocate(14 * MIB)
+    allocator.free(large)
+    allocator.free(small)
+    assert allocator.block_bytes(allocator.allocate(13 * MIB)) == 14 * MIB
+    assert allocator.reserved_bytes == 54 * MIB
+
+
+def test_free_neighbours_merge_and_serve_a_larger_request():
+    allocator = CachingAllocator()
+    parts = [allocator.allocate(5 * MIB) for _ in range(4)]
+    assert allocator.reserved_bytes == 20 * MIB
+    for handle in (parts[0], parts[2], parts[1]):
+        allocator.free(handle)
+    assert allocator.block_bytes(allocator.allocate(15 * MIB)) == 15 * MIB
+    assert allocator.reserved_bytes == 20 * MIB
+
+
+def test_small_and_large_requests_do_not_share_segments():
+    allocator = CachingAllocator()
+    allocator.free(allocator.allocate(5 * MIB))
+    allocator.allocate(MIB)
+    assert allocator.reserved_bytes == 22 * MIB
+
+
+def test_nothing_is_allocated_for_nothing():
+    allocator = CachingAllocator()
+    handle = allocator.allocate(0)
+    assert allocator.reserved_bytes == allocator.block_bytes(handle) == 0
+    allocator.free(handle)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 40 * MIB), st.integers(0, 10)), max_size=60))
+def test_blocks_cover_requests_and_all_comes_back(steps):
+    allocator = CachingAllocator()
+    live: list[tuple[int, int]] = []
+    for nbytes, victim in steps:
+        live.append((allocator.allocate(nbytes), nbytes))
+        if victim < len(live):
+            allocator.free(live.pop(victim)[0])
+        requested = sum(size for _, size in live)
+        blocks = sum(allocator.block_bytes(handle) for handle, _ in live)
+        assert requested <= blocks == allocator.allocated_bytes <= allocator.reserved_bytes
+        assert blocks <= requested + len(live) * MIB + 512 * len(live)
+    for handle, _ in live:
+        allocator.free(handle)
+    assert allocator.allocated_bytes == 0
+    reserved = allocator.reserved_bytes
+    sizes = [size for pool in allocator._free.values() for size, _ in pool]
+    assert sum(sizes) == reserved
+
+
+def test_a_long_step_is_replayed_quickly():
+    allocator = CachingAllocator()
+    start, live = time.perf_counter(), []
+    for step in range(30_000):
+        live.append(allocator.allocate((step * 7919) % (8 * MIB) + 1))
+        if len(live) > 200:
+            allocator.free(live.pop((step * 31) % 200))
+    assert time.perf_counter() - start < 2

@@ -1,0 +1,185 @@
+"""Rules for memory inside CUDA operators, against numbers measured on an H200 (torch 2.11)."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from shoestring.memory.cudnn import (
+    DROPOUT_STATE_BYTES,
+    KINDS,
+    ConvolutionShape,
+    ConvolutionTable,
+    RecurrentShape,
+    recurrent_bytes,
+)
+from shoestring.memory.device import device_timeline
+from shoestring.memory.reductions import reduction_bytes
+from shoestring.memory.workspaces import CUBLAS_BYTES, CUBLAS_LT_BYTES, persistent, temporaries
+from shoestring.trace.capture import capture
+from shoestring.trace.graph import Role
+
+TABLE = ConvolutionTable.shipped()
+
+
+def _trace(model, *inputs, optimizer=None):
+    def loss(model, batch):
+        out = model(*batch)
+        return (out[0] if isinstance(out, tuple) else out).square().mean()
+
+    return capture(model, inputs, loss=loss, optimizer=optimizer, device="cuda")
+
+
+def _temporaries(trace, name):
+    return [temporaries(op, TABLE) for op in trace.ops if op.name == name]
+
+
+@pytest.mark.parametrize(
+    ("shape", "dims", "measured"),
+    [
+        ((65536, 10), (0,), 20_992),
+        ((65536, 1024), (0,), 138_412_544),
+        ((32768, 84), (0,), 5_505_536),
+        ((512, 64, 256), (0, 1), 67_109_376),
+        ((131072, 1), (0,), 1024),
+        ((256, 100), (0,), 0),
+        ((512, 65, 192), (0,), 0),
+        ((512, 64, 256), (2,), 0),
+    ],
+)
+def test_scratch_of_sums_as_measured(shape, dims, measured):
+    blocks = sum(-(-nbytes // 512) * 512 for nbytes in reduction_bytes(shape, dims))
+    assert blocks == measured
+
+
+def test_a_measured_convolution_is_looked_up():
+    shape = ConvolutionShape(
+        (100, 32, 32, 32), (32, 32, 3, 3), (1, 1), (1, 1), (1, 1), False, (0, 0)
+    )
+    assert shape in TABLE.shapes
+    assert TABLE.nbytes(shape, "weight", torch.float32) == 229_376_000
+
+
+def test_the_table_has_a_provenance_and_whole_numbers():
+    assert len(TABLE.shapes) > 1000
+    for shape in TABLE.shapes:
+        for kind in KINDS:
+            for dtype in (torch.float32, torch.float16):
+                assert TABLE.nbytes(shape, kind, dtype) >= 0
+
+
+def test_a_convolution_held_out_is_guessed_from_others():
+    shape = ConvolutionShape(
+        (64, 64, 56, 56), (64, 64, 3, 3), (1, 1), (1, 1), (1, 1), False, (0, 0)
+    )
+    rest = TABLE.without([shape])
+    assert shape not in rest.shapes
+    assert shape in TABLE.shapes
+    operands = sum(shape.operand_bytes(4))
+    for kind in ("input", "weight"):  # cuDNN's choice for forward changes between batch sizes
+        guess, measured = (table.nbytes(shape, kind, torch.float32) for table in (rest, TABLE))
+        assert abs(guess - measured) < 0.1 * operands
+
+
+def test_depthwise_convolutions_of_new_sizes_need_no_workspace():
+    shape = ConvolutionShape(
+        (48, 160, 24, 24), (160, 1, 3, 3), (1, 1), (1, 1), (1, 1), False, (0, 0), groups=160
+    )
+    assert TABLE.nbytes(shape, "forward", torch.float32) == 0
+
+
+def test_output_shapes():
+    plain = ConvolutionShape((2, 3, 32, 32), (8, 3, 5, 5), (2, 2), (2, 2), (1, 1))
+    assert plain.output == (2, 8, 16, 16)
+    transposed = ConvolutionShape((2, 8, 8, 8), (8, 4, 3, 3), (2, 2), (1, 1), (1, 1), True, (1, 1))
+    assert transposed.output == (2, 4, 16, 16)
+
+
+def test_recurrent_workspaces_measured_and_fitted():
+    shape = RecurrentShape(2, 64, 512, 256, 256, 2, 1, True, 4)
+    measured = recurrent_bytes(shape, backward=False)
+    assert measured == 262_131_968
+    assert recurrent_bytes(shape, False, exact=False) == pytest.approx(measured, rel=0.06)
+
+
+def test_gradients_of_a_convolution_take_their_workspaces_one_after_the_other():
+    model = nn.Sequential(
+        nn.Conv2d(32, 32, 3, padding=1, bias=False), nn.Conv2d(32, 32, 3, padding=1)
+    )
+    trace = _trace(model, torch.randn(100, 32, 32, 32))
+    second, first = _temporaries(trace, "aten.convolution_backward")
+    assert [t.results for t in second[:2]] == [1, 2]
+    assert second[1].nbytes == (229_376_000,)
+    assert len(first) == 1, "the first layer's input needs no gradient"
+
+
+def test_softmax_backward_multiplies_into_a_temporary():
+    class Softmax(nn.Linear):
+        def forward(self, x):
+            return super().forward(x).softmax(-1)
+
+    trace = _trace(Softmax(8, 16), torch.randn(32, 8))
+    (found,) = _temporaries(trace, "aten._softmax_backward_data")
+    assert sum(found[0].nbytes) == 32 * 16 * 4
+
+
+def test_embedding_backward_sorts_only_many_indices():
+    model = nn.Embedding(1000, 16)
+    few = _trace(model, torch.zeros(3072, dtype=torch.long))
+    many = _trace(model, torch.zeros(3073, dtype=torch.long))
+    assert _temporaries(few, "aten.embedding_dense_backward") == [()]
+    sorting, summing = _temporaries(many, "aten.embedding_dense_backward")[0]
+    assert sum(sorting.nbytes) == 40 * 3073
+    assert sum(summing.nbytes) == 24 * 3073 + 16 * 1000 + (307 + 1000) * (8 + 4 * 16)
+
+
+def test_cublas_keeps_a_workspace_for_each_thread():
+    trace = _trace(nn.Linear(8, 8), torch.randn(4, 8, requires_grad=True))
+    assert [p.nbytes for p in persistent(trace)] == [CUBLAS_BYTES, CUBLAS_LT_BYTES, CUBLAS_BYTES]
+    assert not persistent(_trace(nn.Conv2d(3, 8, 3), torch.randn(2, 3, 8, 8)))
+
+
+def test_recurrent_dropout_keeps_its_random_states():
+    model = nn.LSTM(8, 16, num_layers=2, dropout=0.5)
+    reasons = {p.reason: p.nbytes for p in persistent(_trace(model, torch.randn(5, 3, 8)))}
+    assert DROPOUT_STATE_BYTES in reasons.values()
+
+
+def test_workspaces_are_a_line_of_their_own():
+    trace = _trace(nn.Linear(8, 8), torch.randn(4, 8), optimizer="adam")
+    timeline = device_timeline(trace)
+    at_peak = timeline.roles_at(timeline.peak_instant)
+    assert at_peak[Role.WORKSPACE] == 2 * CUBLAS_BYTES + CUBLAS_LT_BYTES
+    # Weight and bias, two moments each; the step counts of Adam stay on the CPU.
+    assert at_peak[Role.MODEL] == 2 * 512
+    assert at_peak[Role.OPTIMIZER_STATE] == 4 * 512
+
+
+def test_every_block_is_a_multiple_of_512_and_nothing_is_left_over():
+    trace = _trace(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)), torch.randn(4, 3, 16, 16))
+    timeline = device_timeline(trace)
+    assert (timeline.bytes_by_role % 512 == 0).all()
+    assert (timeline.bytes_by_role >= 0).all()
+
+
+def test_a_peak_measured_on_the_device():
+    """The multilayer perceptron of the benchmark at batch 65536: 1,362,897,408 bytes."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from architectures import ARCHITECTURES
+
+    mlp = ARCHITECTURES["mlp"]
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model, batch = mlp.build(), mlp.batch(65536)
+    trace = capture(model, batch, loss=mlp.loss, optimizer="sgd", device="cuda")
+    assert device_timeline(trace).totals.max() == pytest.approx(1_362_897_408, rel=0.001)
+
+
+def test_layer_norm_copies_strided_inputs():
+    class Permuted(nn.LayerNorm):
+        def forward(self, x):
+            return super().forward(F.relu(x).transpose(1, 2))
+
+    trace = _trace(Permuted(16), torch.randn(4, 16, 8))
+    (found,) = _temporaries(trace, "aten.native_layer_norm")
+    assert found[0].nbytes == (4 * 16 * 8 * 4,)
