@@ -17,7 +17,7 @@ from ...trace.graph import Trace
 from ..base import Setup, WholeBatch
 from .export import load_dense, to_dense
 from .index import index_bytes
-from .modules import install, make_dense, make_sparse, sparse_tensors
+from .modules import install, make_sparse, sparse_tensors
 from .rewiring import METHODS, REPORT_SCHEDULE, Rewiring, Schedule
 
 __all__ = [
@@ -135,9 +135,9 @@ class Sparsity(WholeBatch):
         tensors = []
         for name, parameter in chosen.items():
             nonzeros = nonzero_count(parameter.numel(), self.density)
-            tensor = make_sparse(name, parameter, nonzeros, setup.optimizer, generator)
+            tensor, undo = make_sparse(name, parameter, nonzeros, setup.optimizer, generator)
             tensors.append(tensor)
-            setup.undo.append(lambda tensor=tensor: make_dense(tensor))  # type: ignore[misc]
+            setup.undo.append(undo)
         setup.undo.append(install(setup.model, tensors))
         rewiring = Rewiring(
             tensors=[tensor for tensor in tensors if tensor.values.requires_grad],

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from . import index as plain
-from .tensor import Original, SparseTensor, random_positions, set_data
+from .tensor import SparseTensor, random_positions, set_data
 from .weight import SparseWeight
 
 _HELD = "_sparse_tensors"
@@ -44,40 +44,34 @@ def make_sparse(
     nonzeros: int,
     optimizer: torch.optim.Optimizer,
     generator: torch.Generator,
-) -> SparseTensor:
-    """Turn a parameter into its values at random positions, its gradient and state with it."""
+) -> tuple[SparseTensor, Callable[[], None]]:
+    """Turn a parameter into its values at random positions, its gradient and state with it.
+
+    Also returns how to undo it, which holds all that was there.
+    """
     free = torch.ones(parameter.numel(), dtype=torch.bool)
     mask = torch.zeros_like(free)
     mask[random_positions(free, nonzeros, generator)] = True
     index = plain.encode(mask, parameter.shape).to(parameter.device)
-    state = optimizer.state.get(parameter)
-    kept = Original(parameter.data, parameter.grad, None if state is None else dict(state))
+    state = optimizer.state.get(parameter, {})
+    dense, gradient, held = parameter.data, parameter.grad, dict(state)
 
-    def at_nonzeros(dense: torch.Tensor) -> torch.Tensor:
-        return plain.gather(dense.detach(), index, nonzeros)
+    def at_nonzeros(tensor: torch.Tensor) -> torch.Tensor:
+        return plain.gather(tensor.detach(), index, nonzeros)
 
-    for key, held in (state or {}).items():
-        if isinstance(held, torch.Tensor) and held.shape == parameter.shape:
-            state[key] = at_nonzeros(held)  # type: ignore[index]
-    set_data(parameter, at_nonzeros(kept.data))
-    if kept.grad is not None:
-        parameter.grad = at_nonzeros(kept.grad)
-    return SparseTensor(
-        name, kept.data.shape, parameter, index, weakref.ref(optimizer), original=kept
-    )
+    def undo() -> None:
+        set_data(parameter, dense)
+        parameter.grad = gradient
+        state.update(held)
 
-
-def make_dense(tensor: SparseTensor) -> None:
-    """Give the parameter back what it was."""
-    kept = tensor.original
-    if kept is None:
-        set_data(tensor.values, tensor.dense(tensor.values))
-        return
-    set_data(tensor.values, kept.data)
-    tensor.values.grad = kept.grad
-    optimizer = tensor.optimizer() if tensor.optimizer is not None else None
-    if optimizer is not None and kept.state is not None:
-        optimizer.state[tensor.values].update(kept.state)
+    for key, moment in held.items():
+        if isinstance(moment, torch.Tensor) and moment.shape == dense.shape:
+            state[key] = at_nonzeros(moment)
+    set_data(parameter, at_nonzeros(dense))
+    if gradient is not None:
+        parameter.grad = at_nonzeros(gradient)
+    made = SparseTensor(name, dense.shape, parameter, index, weakref.ref(optimizer))
+    return made, undo
 
 
 def install(model: nn.Module, tensors: Sequence[SparseTensor]) -> Callable[[], None]:

@@ -36,15 +36,6 @@ def set_data(parameter: torch.Tensor, data: torch.Tensor) -> None:
     parameter.data = data
 
 
-@dataclass
-class Original:
-    """What `undo` puts back."""
-
-    data: torch.Tensor
-    grad: torch.Tensor | None
-    state: dict[str, Any] | None
-
-
 @dataclass(eq=False)
 class SparseTensor:
     """Values (the parameter the optimizer sees) at the nonzeros of one index.
@@ -58,14 +49,12 @@ class SparseTensor:
     values: nn.Parameter
     index: torch.Tensor
     optimizer: weakref.ref[torch.optim.Optimizer] | None = None
-    original: Original | None = None
-    """Kept until the weight is first used: a step that ran cannot be undone."""
     version: int = 0
     """How often the pattern changed."""
     _starts: torch.Tensor | None = field(default=None, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "optimizer": None, "original": None, "_starts": None}
+        return {**self.__dict__, "optimizer": None, "_starts": None}
 
     @property
     def numel(self) -> int:
@@ -91,7 +80,6 @@ class SparseTensor:
 
     def dense(self, values: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The dense weight; the caller drops it as soon as its kernel has run."""
-        self.original = None
         values = values.detach() if dtype is None else values.detach().to(dtype)
         kernels = self._kernels()
         if kernels is not None:
