@@ -31,7 +31,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from architectures import ARCHITECTURES, Architecture
 from shoestring.memory.device import device_timeline
 from shoestring.memory.measure import Measurement, measure, training_step
-from shoestring.trace.capture import capture, make_optimizer
+from shoestring.trace.capture import capture
+from shoestring.trace.fakes import make_optimizer
 
 OPTIMIZERS = ("sgd", "adam")
 RESIDENT = ("model", "buffer", "input", "optimizer_state")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from architectures import ARCHITECTURES
 from shoestring.errors import InputError
 from shoestring.memory.measure import measure, training_step
-from shoestring.trace.capture import make_optimizer
+from shoestring.trace.fakes import make_optimizer
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -13,7 +13,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ..errors import InputError
-from ..trace.capture import Loss, check_loss, make_optimizer, role_by_life, span, user_code
+from ..trace.capture import Loss, check_loss, role_by_life, user_code
+from ..trace.fakes import make_optimizer, span
 from ..trace.graph import Phase, Role
 from ..trace.recorder import Recorder
 
@@ -128,6 +129,21 @@ def _report(device: str, bytes_by_role: dict[Role, int]) -> Measurement:
 def _measure_cpu(
     model: nn.Module, batch: Any, loss: Loss, optimizer: Optimizer | None
 ) -> Measurement:
+    return track(
+        lambda entering: training_step(model, batch, loss, optimizer, entering),
+        model,
+        batch,
+        optimizer,
+    )
+
+
+def track(
+    step: Callable[[Callable[[Phase], None]], Any],
+    model: nn.Module,
+    batch: Any,
+    optimizer: Optimizer | None,
+) -> Measurement:
+    """The peak of one call of `step`, storage by storage; it says which phase it enters."""
     recorder = Recorder()
     roles: dict[int, Role] = {}
     backward_start = 0
@@ -136,7 +152,7 @@ def _measure_cpu(
         nonlocal backward_start
         recorder.phase = phase
         if phase is Phase.BACKWARD:
-            backward_start = len(recorder.ops)
+            backward_start = backward_start or len(recorder.ops)
         if phase is Phase.OPTIMIZER:
             for parameter in model.parameters():
                 if parameter.grad is not None:
@@ -150,7 +166,7 @@ def _measure_cpu(
             if record is not None:
                 roles[record.index] = role
     with recorder:
-        training_step(model, batch, loss, optimizer, entering)
+        step(entering)
 
     # Roles are known only now, so the peak is found afterwards, tick by tick of births and deaths.
     deltas = np.zeros(recorder.clock + 1, dtype=np.int64)

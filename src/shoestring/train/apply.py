@@ -1,27 +1,29 @@
-"""Techniques + model + optimizer + loss → step: forward, backward, update, on real tensors."""
+"""Plan + model + optimizer + loss → step: forward, backward, update, on real tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import gc
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..techniques import Checkpointing, Microbatching, Precision, Sparsity
+from ..memory.measure import Measurement, track
+from ..planning.plan import Plan
 from ..techniques.base import Setup, Technique
 from ..trace.capture import Loss, check_loss, check_trainable
-
-_ORDER = (Sparsity, Precision, Checkpointing, Microbatching)
-"""What a tensor is comes first, then its type, then when it is made again, then how many."""
+from ..trace.graph import Phase
 
 
 class Step:
     """One training step under a plan; call it with a minibatch."""
 
-    def __init__(self, setup: Setup, techniques: tuple[Technique, ...]) -> None:
+    def __init__(self, setup: Setup, plan: Plan) -> None:
         self._setup = setup
-        self.techniques = techniques
+        self.plan = plan
+        self.measured: Measurement | None = None
+        """What the last `measure` found."""
 
     @property
     def model(self) -> nn.Module:
@@ -35,18 +37,43 @@ class Step:
 
     def __call__(self, batch: Any) -> torch.Tensor:
         """Forward, backward, update; returns the loss of the minibatch, detached."""
+        return self._run(batch, lambda phase: None)
+
+    def measure(self, batch: Any) -> Measurement:
+        """Run one step and return its peak, tracked storage by storage or by the allocator.
+
+        Meant in steady state: call the step at least once before.
+        """
+        gc.collect()
+        device = next(self.model.parameters()).device.type
+        if device == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            self(batch)
+            torch.cuda.synchronize()
+            self.measured = Measurement("cuda", torch.cuda.max_memory_allocated(), {})
+        else:
+            self.measured = track(
+                lambda entering: self._run(batch, entering), self.model, batch, self.optimizer
+            )
+        return self.measured
+
+    def _run(self, batch: Any, entering: Callable[[Phase], None]) -> torch.Tensor:
         setup = self._setup
         total: torch.Tensor | None = None
         for part, weight in setup.split(batch):
+            entering(Phase.FORWARD)
             value = setup.run(part)
             check_loss(value)
             if isinstance(weight, torch.Tensor):
                 weight = weight.to(value.dtype)
             weighted = value if weight is None else value * weight
+            entering(Phase.BACKWARD)
             setup.backward(weighted)
             shown = weighted.detach()
             total = shown if total is None else total + shown
             del value, weighted
+        entering(Phase.OPTIMIZER)
         setup.update()
         setup.optimizer.zero_grad(set_to_none=True)
         for call in setup.after_update:
@@ -65,14 +92,14 @@ class Step:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a `state_dict`."""
-        for name, item in self._setup.state.items():
-            item.load_state_dict(state["techniques"][name])
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
+        for name, item in self._setup.state.items():
+            item.load_state_dict(state["techniques"][name])
 
 
 def apply(
-    techniques: Iterable[Technique],
+    plan: Plan | Iterable[Technique],
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     *,
@@ -84,7 +111,7 @@ def apply(
     are undone and the model and optimizer are as they were.
     """
     check_trainable(model)
-    chosen = tuple(sorted(techniques, key=lambda t: _ORDER.index(type(t))))
+    chosen = plan if isinstance(plan, Plan) else Plan.of(plan)
     setup = Setup(
         model=model,
         optimizer=optimizer,
@@ -93,10 +120,10 @@ def apply(
         backward=lambda value: value.backward(),
         update=lambda: optimizer.step() and None,
     )
-    for technique in chosen:
+    for technique in chosen.techniques:
         technique.check(setup)
     try:
-        for technique in chosen:
+        for technique in chosen.techniques:
             technique.apply(setup)
     except BaseException:
         for undo in reversed(setup.undo):

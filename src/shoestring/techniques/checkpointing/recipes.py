@@ -34,19 +34,19 @@ CHEAP: frozenset[Any] = frozenset(
 )  # fmt: skip
 """Normalisations and activation functions: what `no-bn` makes again."""
 
-_SAVES_OUTPUT: frozenset[Any] = frozenset(
-    {
-        F.relu, F.sigmoid, F.tanh, torch.relu, torch.sigmoid, torch.tanh, torch.Tensor.relu,
-        torch.Tensor.sigmoid, torch.Tensor.tanh,
-    }
-)  # fmt: skip
+_SAVING: list[Any] = [
+    F.relu, F.sigmoid, F.tanh, torch.relu, torch.sigmoid, torch.tanh, torch.Tensor.relu,
+    torch.Tensor.sigmoid, torch.Tensor.tanh,
+]  # fmt: skip
+_SAVES_OUTPUT = frozenset(_SAVING)
 """Those whose own gradient reads the output, so that autograd saves it while they run."""
 
-_NODES = CHEAP | {
+_MORE: set[Any] = {
     F.linear, F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, torch.conv1d,
     torch.conv2d, torch.conv3d, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__,
     torch.bmm,
 }  # fmt: skip
+_NODES = CHEAP | _MORE
 """What `every-M` counts: functions whose gradient reads their input."""
 
 _JOINTS: frozenset[Any] = frozenset(

@@ -1,0 +1,1 @@
+"""What to do: the plan, as a value."""

@@ -1,0 +1,146 @@
+"""Twins of a model, its batch and its optimizer that have shapes and no memory."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ..errors import InputError, TraceError
+
+OptimizerLike = torch.optim.Optimizer | str | None
+
+OPTIMIZERS: dict[str, Callable[[list[torch.Tensor]], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=5e-4),
+    "sgd-plain": lambda p: torch.optim.SGD(p, lr=0.1),
+    "adam": lambda p: torch.optim.Adam(p, lr=5e-4, betas=(0.9, 0.98), weight_decay=1e-4),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=5e-4),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
+}
+"""The optimizers a command line can name; sgd and adam with the report's settings (Table 6)."""
+
+
+def mode_of(model: nn.Module) -> FakeTensorMode | None:
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if isinstance(tensor, FakeTensor):
+            return tensor.fake_mode
+    return None
+
+
+def _fakes(tensors: Iterable[torch.Tensor], mode: FakeTensorMode) -> dict[int, torch.Tensor]:
+    """A fake for each tensor, by its id; those that share a storage go on sharing it."""
+    groups: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
+    for tensor in {id(t): t for t in tensors}.values():
+        if tensor.layout is not torch.strided:
+            raise InputError(
+                f"no accounting for {tensor.layout} tensors", hint="convert them with .to_dense()"
+            )
+        key = (tensor.untyped_storage()._cdata, tensor.dtype)
+        groups.setdefault(key, []).append(tensor)
+    made: dict[int, torch.Tensor] = {}
+    with mode, torch.no_grad():
+        for (_, dtype), group in groups.items():
+            start, end = span(group)
+            base = torch.empty(end - start, dtype=dtype)
+            for tensor in group:
+                offset = tensor.storage_offset() - start
+                made[id(tensor)] = base.as_strided(tensor.shape, tensor.stride(), offset).detach()
+    return made
+
+
+def span(tensors: Iterable[torch.Tensor]) -> tuple[int, int]:
+    """First element and end of what views of one storage show of it."""
+    starts, ends = [], []
+    for tensor in tensors:
+        starts.append(int(tensor.storage_offset()))
+        reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        ends.append(starts[-1] + (reach + 1 if tensor.numel() else 0))
+    return min(starts), max(ends)
+
+
+def fake_batch(batch: Any, mode: FakeTensorMode) -> Any:
+    fakes = _fakes((t for t in tree_leaves(batch) if isinstance(t, torch.Tensor)), mode)
+
+    def twin(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        return fakes[id(leaf)].requires_grad_(leaf.requires_grad)
+
+    return tree_map(twin, batch)
+
+
+def fake_model(model: nn.Module, mode: FakeTensorMode) -> tuple[nn.Module, dict[int, torch.Tensor]]:
+    """A copy of the model whose parameters and buffers are fake; tied ones stay tied."""
+    memo: dict[int, Any] = dict(_fakes([*model.parameters(), *model.buffers()], mode))
+    mapping: dict[int, torch.Tensor] = {}
+    for parameter in model.parameters():
+        twin = nn.Parameter(memo[id(parameter)], requires_grad=parameter.requires_grad)
+        mapping[id(parameter)] = memo[id(parameter)] = twin
+    try:
+        return copy.deepcopy(model, memo), mapping
+    except Exception as error:
+        raise TraceError(
+            f"the model could not be copied for tracing: {error}",
+            hint="make it deep-copyable, or build it inside the factory given on the command line",
+        ) from error
+
+
+def make_optimizer(
+    optimizer: OptimizerLike, model: nn.Module, mapping: dict[int, torch.Tensor]
+) -> torch.optim.Optimizer | None:
+    """The same optimizer over the fake parameters, with no state yet."""
+    if optimizer is None:
+        return None
+    if isinstance(optimizer, str):
+        if optimizer not in OPTIMIZERS:
+            raise InputError(
+                f"unknown optimizer {optimizer!r}", hint="one of " + ", ".join(sorted(OPTIMIZERS))
+            )
+        return OPTIMIZERS[optimizer]([p for p in model.parameters() if p.requires_grad])
+    # Not copy.copy: an optimizer's pickled state leaves out what a subclass adds to it.
+    twin: torch.optim.Optimizer = object.__new__(type(optimizer))
+    twin.__dict__.update(optimizer.__dict__)
+    twin.__dict__.pop("step", None)  # a learning-rate scheduler binds it to the original
+    twin._optimizer_step_pre_hooks = OrderedDict()
+    twin._optimizer_step_post_hooks = OrderedDict()
+    try:
+        twin.param_groups = [
+            {**group, "params": [mapping[id(p)] for p in group["params"]]}
+            for group in optimizer.param_groups
+        ]
+    except KeyError:
+        raise InputError(
+            "the optimizer holds parameters that are not the model's",
+            hint="build the optimizer from model.parameters()",
+        ) from None
+    twin.state = defaultdict(dict)
+    return twin
+
+
+def default_to_foreach(optimizer: torch.optim.Optimizer) -> None:
+    """On CUDA an optimizer with no choice made runs over all tensors at once."""
+    for group in optimizer.param_groups:
+        if "foreach" in group and group["foreach"] is None and not group.get("fused"):
+            group["foreach"] = True
+
+
+@contextmanager
+def same_random_streams() -> Iterator[None]:
+    """Leave the user's random streams where they were."""
+    streams = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(streams[0])
+        random.setstate(streams[1])
+        np.random.set_state(streams[2])

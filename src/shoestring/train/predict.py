@@ -1,0 +1,40 @@
+"""The peak a planned step will have, from the same step run on fake tensors."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ..memory.measure import Measurement
+from ..planning.plan import Plan
+from ..techniques.base import Technique
+from ..trace.capture import Loss, user_code
+from ..trace.fakes import fake_batch, fake_model, make_optimizer, same_random_streams
+from .apply import apply
+
+
+def predict_step(
+    plan: Plan | Iterable[Technique],
+    model: nn.Module,
+    batch: Any,
+    *,
+    loss: Loss,
+    optimizer: torch.optim.Optimizer,
+) -> Measurement:
+    """What `apply(plan, …).measure(batch)` will find; nothing is allocated or changed."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with warnings.catch_warnings(), same_random_streams():
+        warnings.simplefilter("ignore")
+        twin, mapping = fake_model(model, mode)
+        data = fake_batch(batch, mode)
+        twin_optimizer = make_optimizer(optimizer, twin, mapping)
+        assert twin_optimizer is not None
+        with user_code(), mode:
+            step = apply(plan, twin, twin_optimizer, loss=loss)
+            step(data)
+            return step.measure(data)
