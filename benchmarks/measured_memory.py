@@ -1,0 +1,159 @@
+"""The rows of the report's Pareto table, executed: peak memory and step time on one GPU.
+
+    PYTHONPATH=src python3 benchmarks/measured_memory.py [--json FILE]
+
+WRN-28-2, minibatch 100, SGD with Nesterov momentum, `torch.cuda.max_memory_allocated` of a whole
+step: parameters, gradients, momentum, the batch, activations and every workspace. cuBLAS is given
+no workspace of its own (`CUBLAS_WORKSPACE_CONFIG=:0:0`), since 32 MiB is five times the subject.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":0:0")
+os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "0")
+
+import torch
+
+from shoestring.memory.measure import training_step
+from shoestring.models import builtin
+from shoestring.techniques import Checkpointing, Microbatching, Precision, Sparsity
+from shoestring.train.apply import apply
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of the report's Table 2."""
+
+    density: float
+    microbatch: int
+    counted_mb: float
+
+
+ROWS = (
+    Row(1.0, 100, 42.6),
+    Row(1.0, 10, 12.2),
+    Row(0.3, 10, 6.7),
+    Row(0.2, 10, 5.6),
+    Row(0.2, 4, 3.6),
+    Row(0.1, 4, 2.5),
+)
+
+
+def main() -> int:
+    """Print one table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", help="also write the rows to this file")
+    parser.add_argument("--steps", type=int, default=5, help="timed steps")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("this benchmark measures a CUDA device, and there is none", file=sys.stderr)
+        return 1
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
+    found: list[dict[str, Any]] = []
+    for layout in ("contiguous", "channels_last"):
+        found.append(plain(layout, options.steps))
+        show(found[-1], found)
+        for row in ROWS:
+            try:
+                found.append(planned(row, layout, options.steps))
+                show(found[-1], found)
+            except Exception as error:
+                print(row, layout, "failed:", type(error).__name__, str(error)[:300], flush=True)
+    if options.json:
+        with open(options.json, "w", encoding="utf-8") as file:
+            json.dump({"device": torch.cuda.get_device_name(), "torch": torch.__version__,
+                       "rows": found}, file, indent=1)  # fmt: skip
+    return 0
+
+
+def show(row: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    """One line of the table."""
+    base = next(r for r in rows if r["counted_mb"] == 404.8)
+    ratio = row["peak_bytes"] / 1e6 / row["counted_mb"]
+    print(
+        f"{row['name']:44s} {row['peak_bytes'] / 1e6:8.2f} MB  report {row['counted_mb']:6.1f}"
+        f"  {ratio:5.2f}x  {row['milliseconds']:8.1f} ms"
+        f"  {row['milliseconds'] / base['milliseconds']:5.2f}x",
+        flush=True,
+    )
+
+
+def fresh(layout: str) -> tuple[Any, Any, Any, int]:
+    """Model, batch and loss on the GPU, and what was allocated before."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    known = builtin("wrn-28-2")
+    torch.manual_seed(0)
+    model = known.build().cuda()
+    images, labels = torch.randn(100, 3, 32, 32), torch.randint(0, 10, (100,))
+    form = torch.channels_last if layout == "channels_last" else torch.contiguous_format
+    model = model.to(memory_format=form)
+    return model, (images.cuda().contiguous(memory_format=form), labels.cuda()), known.loss, before
+
+
+def timed(call: Any, steps: int) -> float:
+    """Milliseconds a call."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(steps):
+        call()
+    torch.cuda.synchronize()
+    return 1000 * (time.perf_counter() - start) / steps
+
+
+def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
+    """The report's optimizer."""
+    return torch.optim.SGD(
+        model.parameters(), lr=0.05, momentum=0.9, nesterov=True, weight_decay=5e-4
+    )
+
+
+def plain(layout: str, steps: int) -> dict[str, Any]:
+    """The baseline: plain PyTorch, FP32, eager."""
+    model, batch, loss, before = fresh(layout)
+    optimizer = sgd(model)
+    for _ in range(3):
+        training_step(model, batch, loss, optimizer)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    training_step(model, batch, loss, optimizer)
+    peak = torch.cuda.max_memory_allocated() - before
+    time_ms = timed(lambda: training_step(model, batch, loss, optimizer), steps)
+    return {"name": f"plain FP32, {layout}", "counted_mb": 404.8, "peak_bytes": peak,
+            "milliseconds": time_ms, "layout": layout}  # fmt: skip
+
+
+def planned(row: Row, layout: str, steps: int) -> dict[str, Any]:
+    """One row, for real."""
+    model, (images, labels), loss, before = fresh(layout)
+    batch = (images.half(), labels)
+    del images
+    techniques: list[Any] = [Precision("fp16"), Checkpointing("residual-2*")]
+    if row.density < 1:
+        techniques.append(Sparsity(row.density))
+    if row.microbatch < 100:
+        techniques.append(Microbatching(row.microbatch))
+    step = apply(techniques, model, sgd(model), loss=loss)
+    for _ in range(3):
+        value = step(batch)
+    gc.collect()
+    torch.cuda.empty_cache()
+    peak = step.measure(batch).peak_bytes - before
+    time_ms = timed(lambda: step(batch), steps)
+    return {"name": f"density {row.density:g} microbatch {row.microbatch}, {layout}",
+            "counted_mb": row.counted_mb, "peak_bytes": peak, "milliseconds": time_ms,
+            "loss": float(value), "layout": layout}  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())
