@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from shoestring.errors import InputError, NoEffectWarning
-from shoestring.techniques import Checkpointing, Microbatching, Precision
+from shoestring.techniques import Checkpointing, Microbatching, Precision, Sparsity
 from techniques.precision.precision_helpers import (
     OPTIMIZERS,
     OTHERS,
@@ -313,3 +313,11 @@ def test_a_model_of_nothing_but_batch_norm_is_told():
 def test_settings_that_make_no_sense_are_refused(settings):
     with pytest.raises(InputError):
         Precision(**settings)
+
+
+@pytest.mark.parametrize("name", ["residual", "tied", "lstm"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_sparse_weights_that_are_rewired_learn_in_16_bits_too(name, optimizer):
+    sparsity = Sparsity(0.5, rewire_fraction=0.05, schedule=((1000, 3),))
+    start, wide = (trained("fp32", name, optimizer, steps, sparsity) for steps in (1, 25))
+    assert abs(trained("fp16", name, optimizer, 25, sparsity) - wide) < 0.04 * start

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.backends import cudnn
+from torch.backends.cudnn.rnn import get_cudnn_mode
 
 from ...trace.blocks import is_normalization
 from ..base import Setup
@@ -55,3 +57,25 @@ def _flatten(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()
+            weights = [weight for weight in module._flat_weights if weight is not None]
+            if weights[0].is_cuda and weights[0].dtype is torch.bfloat16:
+                _flatten_bf16(module, weights)
+
+
+def _flatten_bf16(module: nn.RNNBase, weights: list[torch.Tensor]) -> None:
+    """`flatten_parameters` leaves BF16 out, though cuDNN takes it."""
+    shared = len({weight.data_ptr() for weight in weights}) < len(weights)
+    if shared or not cudnn.is_available():
+        return
+    with torch.no_grad():
+        torch._cudnn_rnn_flatten_weight(
+            weights,
+            (4 if module.bias else 2) + (1 if module.proj_size else 0),
+            module.input_size,
+            get_cudnn_mode(module.mode),
+            module.hidden_size,
+            module.proj_size,
+            module.num_layers,
+            module.batch_first,
+            module.bidirectional,
+        )

@@ -60,7 +60,7 @@ class Update:
             (group, parameter)
             for group in optimizer.param_groups
             for parameter in group["params"]
-            if parameter.grad is not None
+            if parameter.grad is not None and parameter.numel()
         ]
         skip, inverse = None, None
         if scale is not None:
