@@ -15,6 +15,9 @@ from shoestring.techniques.sparsity import sparse_tensors
 from shoestring.trace.capture import capture
 from shoestring.trace.graph import Trace
 from shoestring.train.apply import apply
+from shoestring.train.predict import predict_step
+
+from .small_models import CASES, OPTIMIZERS, build
 
 
 def loss(model: nn.Module, batch: Any) -> Tensor:
@@ -63,3 +66,25 @@ def test_predict_takes_the_names(trace: Trace) -> None:
     with pytest.warns(NoEffectWarning):
         Sparsity(0.5, tensors=()).predict(trace)
     assert Sparsity(1.0).predict(trace) == trace
+
+
+@pytest.mark.parametrize("density", [0.3, 0.02])
+@pytest.mark.parametrize("case", CASES)
+def test_the_predicted_peak_is_the_measured_one(case: str, density: float) -> None:
+    """On fake tensors how many nonzeros lie in a chunk is a guess; these tensors are one chunk."""
+    _, batch_of, loss = CASES[case]
+    model, batch = build(case), batch_of(0)
+    optimizer = OPTIMIZERS["adam"](model)
+    predicted = predict_step([Sparsity(density)], model, batch, loss=loss, optimizer=optimizer)
+    step = apply([Sparsity(density)], model, optimizer, loss=loss)
+    step(batch)
+    assert step.measure(batch) == predicted
+
+
+def test_the_predicted_peak_of_larger_tensors() -> None:
+    model = wide_resnet(10, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    predicted = predict_step([Sparsity(0.3)], model, BATCH, loss=loss, optimizer=optimizer)
+    step = apply([Sparsity(0.3)], model, optimizer, loss=loss)
+    step(BATCH)
+    assert step.measure(BATCH).peak_bytes == pytest.approx(predicted.peak_bytes, rel=1e-3)

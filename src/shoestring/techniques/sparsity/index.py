@@ -12,9 +12,15 @@ import math
 from collections.abc import Iterator, Sequence
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 CHUNK = 32_760
 """Elements unpacked at a time on the CPU: from 32,768 on `masked_select` makes int64 tables."""
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether it has a shape and no memory: a prediction, where no number can be asked for."""
+    return isinstance(tensor, FakeTensor)
 
 
 def _rows_columns(shape: Sequence[int]) -> tuple[int, int]:
@@ -113,7 +119,8 @@ def scatter(values: torch.Tensor, index: torch.Tensor, shape: Sequence[int]) -> 
     done = 0
     for place, mask in _chunks(index, dense.numel()):
         dense[place].masked_scatter_(mask, values[done:])
-        done = done + int(mask.sum()) if place.stop < dense.numel() else done
+        if place.stop < dense.numel() and not is_fake(mask):
+            done += int(mask.sum())
     return dense.view(shape)
 
 
@@ -125,7 +132,10 @@ def gather(dense: torch.Tensor, index: torch.Tensor, nonzeros: int) -> torch.Ten
     values = flat.new_empty(nonzeros)
     done = 0
     for place, mask in _chunks(index, flat.numel()):
-        found = flat[place].masked_select(mask)
+        if is_fake(mask):  # as many as there are on average
+            found = flat.new_empty(nonzeros * mask.numel() // flat.numel())
+        else:
+            found = flat[place].masked_select(mask)
         values[done : done + found.numel()] = found
         done += found.numel()
     return values

@@ -49,10 +49,7 @@ def make_sparse(
 
     Also returns how to undo it, which holds all that was there.
     """
-    free = torch.ones(parameter.numel(), dtype=torch.bool)
-    mask = torch.zeros_like(free)
-    mask[random_positions(free, nonzeros, generator)] = True
-    index = plain.encode(mask, parameter.shape).to(parameter.device)
+    index = _random_index(parameter, nonzeros, generator)
     state = optimizer.state.get(parameter, {})
     dense, gradient, held = parameter.data, parameter.grad, dict(state)
 
@@ -72,6 +69,18 @@ def make_sparse(
         parameter.grad = at_nonzeros(gradient)
     made = SparseTensor(name, dense.shape, parameter, index, weakref.ref(optimizer))
     return made, undo
+
+
+def _random_index(
+    parameter: torch.Tensor, nonzeros: int, generator: torch.Generator
+) -> torch.Tensor:
+    if plain.is_fake(parameter):
+        size = plain.index_bytes(parameter.shape, nonzeros)
+        return torch.empty(size, dtype=torch.uint8, device=parameter.device)
+    free = torch.ones(parameter.numel(), dtype=torch.bool)
+    mask = torch.zeros_like(free)
+    mask[random_positions(free, nonzeros, generator)] = True
+    return plain.encode(mask, parameter.shape).to(parameter.device)
 
 
 def install(model: nn.Module, tensors: Sequence[SparseTensor]) -> Callable[[], None]:

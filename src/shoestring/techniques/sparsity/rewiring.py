@@ -72,15 +72,21 @@ class Rewiring:
     """Weights dropped, and grown elsewhere, so far."""
 
     def __call__(self) -> None:
-        """To be called after every update."""
+        """To be called after every update; a prediction is of a step without a rewiring."""
         self.step += 1
         due = is_due(self.step, self.schedule, self.frequency_multiplier)
-        if due and self.method != "static" and self.tensors:
+        if (
+            due
+            and self.method != "static"
+            and not any(plain.is_fake(t.index) for t in self.tensors)
+        ):
             self.rewire()
 
     @torch.no_grad()
     def rewire(self) -> None:
         """Drop and grow now; the number of nonzeros stays, momentum starts again."""
+        if not self.tensors:
+            return
         run: dict[str, Callable[[], tuple[list[torch.Tensor], list[int]]]] = {
             "dsr": self._dynamic_reparameterization,
             "set": self._evolution,

@@ -74,7 +74,7 @@ class SparseTensor:
         if not self.index.is_cuda or not plain.is_bitmask(self.index, self.shape):
             return None
         kernels = _triton_kernels()
-        if kernels is not None and self._starts is None:
+        if kernels is not None and self._starts is None and not plain.is_fake(self.index):
             self._starts = kernels.block_starts(self.index)
         return kernels
 
@@ -82,6 +82,8 @@ class SparseTensor:
         """The dense weight; the caller drops it as soon as its kernel has run."""
         values = values.detach() if dtype is None else values.detach().to(dtype)
         kernels = self._kernels()
+        if kernels is not None and plain.is_fake(values):
+            return values.new_empty(self.shape)
         if kernels is not None:
             return kernels.scatter(values, self.index, self._starts, self.shape)
         return plain.scatter(values, self.index, self.shape)
@@ -89,6 +91,8 @@ class SparseTensor:
     def gather(self, dense: torch.Tensor) -> torch.Tensor:
         """What a dense tensor has at the nonzeros."""
         kernels = self._kernels()
+        if kernels is not None and plain.is_fake(dense):
+            return dense.new_empty(self.nonzeros)
         if kernels is not None:
             return kernels.gather(dense, self.index, self._starts, self.nonzeros)
         return plain.gather(dense, self.index, self.nonzeros)
