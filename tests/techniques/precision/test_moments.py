@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from shoestring.techniques import Precision
-from shoestring.techniques.precision import moments
-from shoestring.techniques.precision.moments import Storage, blocks, power_of_two
+from shoestring.techniques.precision.blocks import Block, Piece, blocks, cut, gather
+from shoestring.techniques.precision.moments import Storage, power_of_two
 from shoestring.techniques.precision.rounding import Noise
 from shoestring.techniques.precision.update import Update
 from techniques.precision.precision_helpers import OPTIMIZERS, make_step
@@ -48,46 +48,68 @@ def test_without_scaled_moments_steps_explode(monkeypatch):
     assert (unscaled - wide).abs().max() > 2 * wide.abs().max()
 
 
+class Stored:
+    """One state tensor, stored as FP16."""
+
+    def __init__(self, key: str, count: int) -> None:
+        self.key, self.state = key, {}
+        self.storage = Storage(Noise(torch.device("cpu"), 0), scaled=True)
+        like = torch.zeros(count, dtype=torch.float16)
+        self.storage.make(self.state, key, like, 1)
+        self.block = Block({}, (key,), [Piece(like, ..., 0, True)])
+
+    def write(self, value: torch.Tensor) -> None:
+        wide = gather([value], torch.float32)
+        self.storage.write(self.block, [self.state], self.key, wide, None)
+
+    def read(self) -> torch.Tensor:
+        return self.storage.read(self.block, [self.state], self.key).whole
+
+
 @pytest.mark.parametrize("magnitude", [1e-30, 1e-12, 1e-4, 1.0, 1e6, 1e18])
 @pytest.mark.parametrize("key", ["exp_avg", "exp_avg_sq"])
 def test_any_magnitude_is_stored_to_eleven_bits(magnitude, key):
     torch.manual_seed(0)
     value = torch.rand(1000).add(0.01).mul(magnitude)
-    storage = Storage(Noise(torch.device("cpu"), 0), scaled=True)
-    state: dict[str, Any] = {}
-    storage.make(state, key, value.half(), 1)
-    storage.write(state, key, ..., 0, value.clone(), None)
-    again = storage.read(state, key, ..., 0)
+    stored = Stored(key, 1000)
+    stored.write(value)
     allowed = 2.0**-9 if key == "exp_avg_sq" else 2.0**-10
-    assert ((again - value).abs() / value).max() <= allowed * 1.001
-    assert state[key].dtype is state[key + "_exponent"].dtype is torch.float16
+    assert ((stored.read() - value).abs() / value).max() <= allowed * 1.001
+    assert stored.state[key].dtype is stored.state[key + "_exponent"].dtype is torch.float16
 
 
 def test_second_moments_span_the_range_of_the_gradients():
     """Roots of second moments: gradients a millionth of the largest keep theirs."""
-    gradient = torch.tensor([1.0, 1e-6, 0.0])
-    storage = Storage(Noise(torch.device("cpu"), 0), scaled=True)
-    state: dict[str, Any] = {}
-    storage.make(state, "exp_avg_sq", gradient.half(), 1)
-    storage.write(state, "exp_avg_sq", ..., 0, gradient.square(), None)
-    again = storage.read(state, "exp_avg_sq", ..., 0)
+    stored = Stored("exp_avg_sq", 3)
+    stored.write(torch.tensor([1.0, 1e-6, 0.0]).square())
+    again = stored.read()
     assert again[1] == pytest.approx(1e-12, rel=1e-2) and again[2] == 0
 
 
 def test_a_slow_average_does_not_stand_still():
     """β₂ = 0.9999 moves a second moment by less than half an ulp a step."""
-    torch.manual_seed(0)
-    storage = Storage(Noise(torch.device("cpu"), 0), scaled=True)
-    state: dict[str, Any] = {}
-    value = torch.ones(400)
-    storage.make(state, "exp_avg_sq", value.half(), 1)
-    storage.write(state, "exp_avg_sq", ..., 0, value, None)
+    stored = Stored("exp_avg_sq", 400)
+    stored.write(torch.ones(400))
     for _ in range(3000):
-        storage.write(
-            state, "exp_avg_sq", ..., 0, storage.read(state, "exp_avg_sq", ..., 0) * 0.9999, None
-        )
-    mean = storage.read(state, "exp_avg_sq", ..., 0).mean().item()
-    assert mean == pytest.approx(0.9999**3000, rel=0.01)
+        stored.write(stored.read() * 0.9999)
+    assert stored.read().mean().item() == pytest.approx(0.9999**3000, rel=0.01)
+
+
+def test_blocks_hold_every_row_once_and_join_what_is_alike():
+    a, b, c, d = torch.zeros(10, 6), torch.zeros(7), torch.zeros(()), torch.zeros(40, 1)
+    one: dict[str, Any] = {}
+    other: dict[str, Any] = {}
+    work = [
+        (group, (), tensor, cut(tensor, 20))
+        for group, tensor in ((one, a), (one, b), (other, c), (one, d))
+    ]
+    made = list(blocks(work, 20))
+    assert [[p.narrow.numel() for p in block.pieces] for block in made] == [
+        [18], [18], [18], [6, 7], [20], [20], [1],
+    ]  # fmt: skip
+    assert [p.last for block in made for p in block.pieces if p.parameter is a] == [
+        False, False, False, True,
+    ]  # fmt: skip
 
 
 def test_powers_of_two_are_exact():
@@ -99,7 +121,9 @@ def test_powers_of_two_are_exact():
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 def test_blocks_change_nothing_but_the_exponents(monkeypatch, optimizer, memory_format):
     def trained(block_elements: int) -> Any:
-        monkeypatch.setattr(moments, "BLOCK_ELEMENTS", block_elements)
+        monkeypatch.setattr(
+            "shoestring.techniques.precision.update.block_elements", lambda total: block_elements
+        )
         torch.manual_seed(0)
         model = nn.Conv2d(4, 10, 3).to(memory_format=memory_format)
         made = OPTIMIZERS[optimizer](model.parameters())
@@ -108,12 +132,12 @@ def test_blocks_change_nothing_but_the_exponents(monkeypatch, optimizer, memory_
             step(torch.randn(4, 4, 5, 5, generator=torch.Generator().manual_seed(3)))
         return model.weight.detach().float(), made.state[model.weight]
 
-    (whole, state), (parts, cut) = trained(2**18), trained(100)
+    (whole, state), (parts, pieces) = trained(2**18), trained(100)
     assert torch.allclose(whole, parts, atol=1e-3)
     if "sgd" not in optimizer:
         assert state["exp_avg_exponent"].numel() == 1
-        assert cut["exp_avg_exponent"].numel() == len(list(blocks(torch.empty(10, 4, 3, 3)))) == 5
-        assert cut["step"] == 10
+        assert pieces["exp_avg_exponent"].numel() == len(cut(parts, 100)) == 5
+        assert pieces["step"] == 10
     else:
         assert torch.equal(whole, parts)
 

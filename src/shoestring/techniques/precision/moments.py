@@ -1,6 +1,6 @@
 """How an optimizer's state is stored in 16 bits, and read again in FP32.
 
-FP16 ends at 6e-8, and a gradient of 1e-4 has a second moment of 1e-8. So each block of a moment
+FP16 ends at 6e-8, and a gradient of 1e-4 has a second moment of 1e-8. So each piece of a moment
 has an exponent beside it, `exp_avg_exponent`, chosen such that the largest element lies in
 [2^14, 2^15); second moments are stored as square roots, which span no more powers of two than the
 gradients themselves; and both are rounded at random, or a slow average would stand still.
@@ -10,35 +10,25 @@ it, and that must lose nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from .blocks import Block, Flat, gather
 from .rounding import Noise
-
-BLOCK_ELEMENTS = 2**18
-"""A tensor is updated in blocks of rows of about this many elements, so FP32 copies are small."""
 
 SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta"})
 SUFFIX = "_exponent"
-
-Rows = Any  # a slice, or all
-
-
-def blocks(tensor: torch.Tensor) -> Iterator[Rows]:
-    """Consecutive rows, about `BLOCK_ELEMENTS` at a time."""
-    if tensor.numel() <= BLOCK_ELEMENTS:
-        yield ...
-        return
-    rows = max(1, BLOCK_ELEMENTS * tensor.shape[0] // tensor.numel())
-    for start in range(0, tensor.shape[0], rows):
-        yield slice(start, start + rows)
 
 
 def power_of_two(exponent: torch.Tensor) -> torch.Tensor:
     """2^exponent in FP32, made of its bits: exact on every device."""
     return ((exponent.to(torch.int32) + 127) << 23).view(torch.float32)
+
+
+def is_moment(value: Any) -> bool:
+    """A state tensor, and not a counter."""
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() > 0
 
 
 class Storage:
@@ -47,45 +37,66 @@ class Storage:
     def __init__(self, noise: Noise | None, *, scaled: bool) -> None:
         self._noise, self._scaled = noise, scaled
 
-    def make(self, state: dict[str, Any], key: str, like: torch.Tensor, count: int) -> None:
-        """Room for one state tensor in `count` blocks."""
+    def make(self, state: dict[str, Any], key: str, like: torch.Tensor, pieces: int) -> None:
+        """Room for one state tensor in so many pieces."""
         state[key] = torch.zeros_like(like)
         if self._scaled and like.dtype is torch.float16:
-            state[key + SUFFIX] = torch.zeros(count, dtype=like.dtype, device=like.device)
+            state[key + SUFFIX] = torch.zeros(pieces, dtype=like.dtype, device=like.device)
 
-    def read(self, state: dict[str, Any], key: str, rows: Rows, index: int) -> torch.Tensor:
-        """A block in FP32, a copy."""
-        wide = state[key][rows].to(torch.float32, copy=True)
-        if key + SUFFIX not in state:
-            return wide
-        wide.mul_(power_of_two(-state[key + SUFFIX][index]))
-        return wide.square_() if key in SQUARES else wide
+    def read(self, block: Block, states: list[dict[str, Any]], key: str) -> Flat:
+        """The pieces of a block in FP32, a copy."""
+        wide = gather(_pieces(block, states, key), torch.float32)
+        if key + SUFFIX in states[0]:
+            exponents = torch.stack(_slots(block, states, key))
+            torch._foreach_mul_(wide.views, power_of_two(-exponents).unbind())
+            if key in SQUARES:
+                wide.whole.square_()
+        return wide
 
     def write(
         self,
-        state: dict[str, Any],
+        block: Block,
+        states: list[dict[str, Any]],
         key: str,
-        rows: Rows,
-        index: int,
-        value: torch.Tensor,
+        wide: Flat,
         skip: torch.Tensor | None,
     ) -> None:
-        """A block of FP32 values; where `skip` says so, everything stays as it is."""
-        stored = state[key]
-        if stored.dtype is torch.float32:
-            write(stored[rows], value, skip)
-            return
-        if key + SUFFIX in state:
-            value = value.sqrt() if key in SQUARES else value
-            top = torch.frexp(value.abs().max())[1]
-            exponent = (15 - top).clamp_(-120, 120)
-            value = value * power_of_two(exponent)
-            slot = state[key + SUFFIX][index]
-            write(slot, exponent.to(slot.dtype), skip)
-        narrow = None if self._noise is None else self._noise.rounded(value, stored.dtype)
-        write(stored[rows], value.to(stored.dtype) if narrow is None else narrow, skip)
+        """FP32 values, which are spent; where `skip` says so, everything stays as it is."""
+        if key + SUFFIX in states[0]:
+            if key in SQUARES:
+                wide.whole.sqrt_()
+            tops = torch.stack(torch._foreach_norm(wide.views, torch.inf))
+            exponents = (15 - torch.frexp(tops)[1]).clamp_(-120, 120)
+            torch._foreach_mul_(wide.views, power_of_two(exponents).unbind())
+            slots = _slots(block, states, key)
+            chosen = exponents.to(slots[0].dtype)
+            if skip is not None:
+                chosen = torch.where(skip, torch.stack(slots), chosen)
+            torch._foreach_copy_(slots, chosen.unbind())
+        write(_pieces(block, states, key), wide, self._noise, skip)
 
 
-def write(target: torch.Tensor, value: torch.Tensor, skip: torch.Tensor | None) -> None:
-    """target ← value, unless `skip`."""
-    target.copy_(value if skip is None else torch.where(skip, target, value))
+def write(
+    targets: list[torch.Tensor], wide: Flat, noise: Noise | None, skip: torch.Tensor | None
+) -> None:
+    """targets ← FP32 values, rounded to the nearest or with noise, unless `skip`."""
+    dtype = targets[0].dtype
+    if noise is None or dtype is torch.float32:
+        narrow = wide.whole.to(dtype)
+    else:
+        # What is not finite is skipped; only where nothing can be skipped it must stay what it is.
+        narrow = noise.rounded(wide.whole, dtype, keep_nan=skip is None)
+    if skip is not None:
+        narrow = torch.where(skip, gather(targets, dtype).whole, narrow)
+    torch._foreach_copy_(targets, wide.like(narrow))
+
+
+def _pieces(block: Block, states: list[dict[str, Any]], key: str) -> list[torch.Tensor]:
+    return [state[key][piece.rows] for piece, state in zip(block.pieces, states, strict=True)]
+
+
+def _slots(block: Block, states: list[dict[str, Any]], key: str) -> list[torch.Tensor]:
+    """Where the exponents of a block's pieces are, each a view of one number."""
+    return [
+        state[key + SUFFIX][piece.index] for piece, state in zip(block.pieces, states, strict=True)
+    ]

@@ -20,18 +20,21 @@ class Noise:
     def __init__(self, device: torch.device, seed: int) -> None:
         self.generator = torch.Generator(device).manual_seed(seed)
 
-    def rounded(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def rounded(
+        self, x: torch.Tensor, dtype: torch.dtype, *, keep_nan: bool = True
+    ) -> torch.Tensor:
         """FP32 → `dtype`, at random between the two neighbours.
 
-        Random bits are added below the last bit kept, then cut off. FP16's subnormal numbers
-        (under 6.1e-5) are rounded to the nearest.
+        Random bits are added below the last bit kept, then cut off; on the bits of NaN that can
+        make a number, which `keep_nan` prevents. FP16's subnormal numbers (under 6.1e-5) are
+        rounded to the nearest.
         """
         bits = _DROPPED_BITS[dtype]
         noise = torch.empty_like(x, dtype=torch.int32)
         noise.random_(0, 1 << bits, generator=self.generator)
         noise.add_(x.view(torch.int32)).bitwise_and_(-(1 << bits))
-        # Noise on the bits of NaN can make a number of it.
-        return torch.where(x.isfinite(), noise.view(torch.float32), x).to(dtype)
+        rounded = noise.view(torch.float32)
+        return (torch.where(x.isfinite(), rounded, x) if keep_nan else rounded).to(dtype)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the stream is."""

@@ -1,7 +1,7 @@
-"""The optimizer's own arithmetic in FP32, on a block of one tensor at a time; storage in 16 bits.
+"""The optimizer's own arithmetic in FP32, on one block at a time; storage in 16 bits.
 
-Each block of a parameter, its gradient and its state is copied to FP32, unscaled, given to a twin
-of the user's optimizer that holds this block alone, and written back. So weight decay, Nesterov's
+Each block of parameters, gradients and state is copied to FP32, unscaled, given to a twin of the
+user's optimizer that holds this block alone, and written back. So weight decay, Nesterov's
 momentum or AMSGrad are PyTorch's, settings are read from `param_groups` at every step, and the
 state is in `optimizer.state`. On CUDA, SGD needs no copies: its fused kernel computes in FP32 on
 FP16 tensors (the CPU's leaves most of them untouched, pytorch#191763).
@@ -9,17 +9,19 @@ FP16 tensors (the CPU's leaves most of them untouched, pytorch#191763).
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from .blocks import Block, Piece, Rows, block_elements, blocks, cut, gather
 from .convert import cast
-from .moments import SUFFIX, Storage, blocks, write
+from .moments import SUFFIX, Storage, is_moment, write
 from .rounding import Noise
 from .scaling import LossScale
+from .twin import fused_sgd, make_twin, single
 
 _ELEMENTWISE = frozenset(
     {
@@ -27,7 +29,9 @@ _ELEMENTWISE = frozenset(
         torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam,
     }
 )  # fmt: skip
-"""Optimizers that treat every element alone, so that a tensor may be updated in blocks."""
+"""Optimizers that treat every element alone, so that tensors may be cut and joined."""
+
+Work = list[tuple[dict[str, Any], torch.Tensor]]
 
 
 class Update:
@@ -42,13 +46,15 @@ class Update:
         stochastic: bool,
         scaled_moments: bool = True,
     ) -> None:
-        self._optimizer, self._scale, self._noise = optimizer, scale, noise
-        self._stochastic = stochastic
+        self._optimizer, self._scale = optimizer, scale
+        self._noise = noise if stochastic else None
         # A momentum too small for FP16 moves no FP16 weight: lr · 6e-8 is under half its ulp.
-        self._plain = isinstance(optimizer, SGD)
-        scaled = scaled_moments and not self._plain
+        scaled = scaled_moments and not isinstance(optimizer, SGD)
         self._storage = Storage(noise if scaled or stochastic else None, scaled=scaled)
-        self._twin = _twin(optimizer)
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        self._elements = block_elements(sum(p.numel() for p in held))
+        self._elementwise = type(optimizer) in _ELEMENTWISE
+        self._twin = make_twin(optimizer)
 
     @torch.no_grad()
     def __call__(self) -> None:
@@ -66,119 +72,126 @@ class Update:
         if scale is not None:
             scale.look_for_overflow([parameter.grad for _, parameter in work])
             skip, inverse = scale.found_inf > 0, scale.scale.reciprocal()
-        if self._can_fuse(work):
-            self._fused(work)
+        if scale is not None and self._can_fuse(work):
+            self._begun(work)
+            fused_sgd(optimizer, work, scale.scale, scale.found_inf)
         else:
-            for group, parameter in work:
-                self._one(group, parameter, skip, inverse)
+            begun, unknown = self._begun(work)
+            for group, parameter in unknown:
+                self._first(group, parameter, skip, inverse)
+            for block in self._blocks(begun):
+                self._update(block, skip, inverse)
         if scale is not None:
             scale.adjust()
         optimizer._opt_called = True  # type: ignore[attr-defined] # asked by LR schedulers
         for after in optimizer._optimizer_step_post_hooks.values():
             after(optimizer, (), {})
 
-    def _one(
+    def _begun(self, work: Work) -> tuple[Work, Work]:
+        """Make the state of before the first update; apart, those whose first state is unknown."""
+        begun: Work = []
+        unknown: Work = []
+        for group, parameter in work:
+            state = self._optimizer.state[parameter]
+            keys: list[str] | None = None
+            if isinstance(self._optimizer, (Adam, AdamW)):
+                keys = ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * bool(group["amsgrad"])
+            elif isinstance(self._optimizer, SGD) and not (
+                group["momentum"] and group["dampening"]
+            ):
+                keys = ["momentum_buffer"] if group["momentum"] else []
+            has_state = any(value is not None for value in state.values())
+            (begun if has_state or keys is not None else unknown).append((group, parameter))
+            if not has_state:
+                if isinstance(self._optimizer, (Adam, AdamW)):
+                    state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+                for key in keys or ():
+                    self._storage.make(state, key, parameter.detach(), len(self._rows(parameter)))
+        return begun, unknown
+
+    def _first(
         self,
         group: dict[str, Any],
         parameter: torch.Tensor,
         skip: torch.Tensor | None,
         inverse: torch.Tensor | None,
     ) -> None:
-        state = self._optimizer.state[parameter]
-        pieces = list(blocks(parameter)) if type(self._optimizer) in _ELEMENTWISE else [...]
-        if not state:
-            self._begin(group, parameter, state, len(pieces))
-        before = dict(state)
-        twin = self._twin
-        for index, rows in enumerate(pieces):
-            narrow = parameter.detach()[rows]
-            wide = narrow.to(torch.float32, copy=True)
-            wide.grad = parameter.grad[rows].to(torch.float32, copy=True)  # type: ignore[index]
-            if inverse is not None:
-                wide.grad.mul_(inverse)
-            if skip is not None and not before:  # its first state is not ours to take back
-                wide.grad = torch.where(skip, 0, wide.grad)
-            twin.param_groups = [
-                {**group, **_single(self._optimizer, group, wide), "params": [wide]}
-            ]
-            twin.state = defaultdict(dict, {wide: self._read(before, rows, index)})
-            twin.step()
-            made = twin.state.pop(wide)
-            if self._stochastic and narrow.dtype is not torch.float32:
-                write(narrow, self._noise.rounded(wide, narrow.dtype), skip)
-            else:
-                write(narrow, wide.to(narrow.dtype), skip)
-            for key, value in made.items():
-                if not _is_moment(value):
-                    if index == len(pieces) - 1:
-                        state[key] = _kept(before.get(key), value, skip)
-                    continue
-                if key not in state:
-                    like = parameter if value.shape == wide.shape else value.to(parameter.dtype)
-                    self._storage.make(state, key, like.detach(), len(pieces))
-                self._storage.write(state, key, rows, index, value, skip)
+        """A first update, of a whole tensor; if it is to be skipped, with a gradient of zero."""
+        block = Block(group, (), [Piece(parameter, ..., 0, True)])
+        (made,) = self._computed(block, [{}], skip, inverse, zero=True)
+        self._optimizer.state[parameter] = self._stored(parameter, made)
 
-    def _read(self, state: dict[str, Any], rows: Any, index: int) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for key, value in state.items():
-            if key.endswith(SUFFIX):
-                continue
-            if _is_moment(value):
-                found[key] = self._storage.read(state, key, rows, index)
-            else:
-                found[key] = value.clone() if isinstance(value, torch.Tensor) else value
-        return found
-
-    def _begin(
-        self, group: dict[str, Any], parameter: torch.Tensor, state: dict[str, Any], count: int
+    def _update(
+        self, block: Block, skip: torch.Tensor | None, inverse: torch.Tensor | None
     ) -> None:
-        """The state before the first update, where it is known, so that it too can be skipped."""
-        if isinstance(self._optimizer, (Adam, AdamW)):
-            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            moments = ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * bool(group["amsgrad"])
-            for key in moments:
-                self._storage.make(state, key, parameter.detach(), count)
-        elif self._plain and group["momentum"] and not group["dampening"]:
-            self._storage.make(state, "momentum_buffer", parameter.detach(), count)
+        states = [self._optimizer.state[piece.parameter] for piece in block.pieces]
+        read = {key: self._storage.read(block, states, key) for key in block.keys}
+        given = [
+            {
+                **{k: _copy(v) for k, v in state.items() if k not in read and SUFFIX not in k},
+                **{key: flat.views[position] for key, flat in read.items()},
+            }
+            for position, state in enumerate(states)
+        ]
+        made = self._computed(block, given, skip, inverse)
+        for key, flat in read.items():
+            if any(new[key] is not view for new, view in zip(made, flat.views, strict=True)):
+                flat = gather([new[key] for new in made], torch.float32)
+            self._storage.write(block, states, key, flat, skip)
+        for piece, state, new in zip(block.pieces, states, made, strict=True):
+            for key in new if piece.last else ():
+                if key not in read:
+                    state[key] = _kept(state.get(key), new[key], skip)
 
-    def _can_fuse(self, work: list[tuple[dict[str, Any], torch.Tensor]]) -> bool:
+    def _computed(
+        self,
+        block: Block,
+        given: list[dict[str, Any]],
+        skip: torch.Tensor | None,
+        inverse: torch.Tensor | None,
+        *,
+        zero: bool = False,
+    ) -> list[dict[str, Any]]:
+        """Move the block's parameters; the state the optimizer left, in FP32."""
+        narrow = [piece.narrow for piece in block.pieces]
+        wide = gather(narrow, torch.float32)
+        gradient = gather([piece.gradient for piece in block.pieces], torch.float32)
+        if inverse is not None:
+            gradient.whole.mul_(inverse)
+        if zero and skip is not None:
+            gradient.whole.masked_fill_(skip, 0)
+        for view, part in zip(wide.views, gradient.views, strict=True):
+            view.grad = part
+        settings = {**block.group, **single(self._optimizer, block.group, wide.whole)}
+        self._twin.param_groups = [{**settings, "params": wide.views}]
+        self._twin.state = defaultdict(dict, zip(wide.views, given, strict=True))
+        self._twin.step()
+        made = [self._twin.state.pop(view) for view in wide.views]
+        self._twin.param_groups = []  # it would keep the copies alive until the next update
+        write(narrow, wide, self._noise, skip)
+        return made
+
+    def _rows(self, parameter: torch.Tensor) -> list[Rows]:
+        return cut(parameter, self._elements) if self._elementwise else [...]
+
+    def _blocks(self, work: Work) -> list[Block]:
+        listed = []
+        for group, parameter in work:
+            state = self._optimizer.state[parameter]
+            keys = tuple(
+                key
+                for key, value in state.items()
+                if is_moment(value) and value.shape == parameter.shape and SUFFIX not in key
+            )
+            listed.append((group, keys, parameter, self._rows(parameter)))
+        return list(blocks(listed, self._elements if self._elementwise else 0))
+
+    def _can_fuse(self, work: Work) -> bool:
         return (
             type(self._optimizer) is SGD
-            and self._scale is not None
-            and not self._stochastic
+            and self._noise is None
             and all(p.is_cuda and not group["dampening"] for group, p in work)
         )
-
-    def _fused(self, work: list[tuple[dict[str, Any], torch.Tensor]]) -> None:
-        """One kernel for all tensors of a group and a type; it unscales, and skips by itself."""
-        assert self._scale is not None
-        alike: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
-        groups = {id(group): group for group, _ in work}
-        for group, parameter in work:
-            alike.setdefault((id(group), parameter.dtype), []).append(parameter)
-        for (name, _), parameters in alike.items():
-            group = groups[name]
-            momenta = []
-            for parameter in parameters:
-                state = self._optimizer.state[parameter]
-                if group["momentum"] and state.get("momentum_buffer") is None:
-                    self._storage.make(state, "momentum_buffer", parameter.detach(), 1)
-                if group["momentum"]:
-                    momenta.append(state["momentum_buffer"])
-            torch._fused_sgd_(
-                [parameter.detach() for parameter in parameters],
-                [parameter.grad for parameter in parameters if parameter.grad is not None],
-                momenta,
-                weight_decay=group["weight_decay"],
-                momentum=group["momentum"],
-                lr=group["lr"],
-                dampening=0.0,
-                nesterov=group["nesterov"],
-                maximize=group["maximize"],
-                is_first_step=False,
-                grad_scale=self._scale.scale,
-                found_inf=self._scale.found_inf,
-            )
 
     def convert_state(self) -> Callable[[], None]:
         """Store what state there is; state loaded later from an FP32 run too. Returns the undo."""
@@ -207,25 +220,31 @@ class Update:
 
     @torch.no_grad()
     def _stored(self, parameter: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
+        """State of any kind as it is kept; a copy."""
         made: dict[str, Any] = {}
-        pieces = list(blocks(parameter)) if type(self._optimizer) in _ELEMENTWISE else [...]
         for key, value in state.items():
             if not isinstance(value, torch.Tensor):
                 made[key] = value
-            elif not _is_moment(value) or value.dtype is parameter.dtype:
-                made[key] = value.to(parameter.device, copy=True)
-            elif self._plain or value.shape != parameter.shape or key.endswith(SUFFIX):
-                made[key] = cast(value.to(parameter.device), parameter.dtype)
+                continue
+            value = value.to(parameter.device, copy=True)
+            if not is_moment(value) or value.dtype is parameter.dtype:
+                made[key] = value
+            elif SUFFIX in key:
+                made[key] = cast(value, parameter.dtype)
+            elif value.shape != parameter.shape:
+                made[key] = value
             else:
-                self._storage.make(made, key, parameter.detach(), len(pieces))
-                for index, rows in enumerate(pieces):
-                    wide = value[rows].to(parameter.device, torch.float32)
-                    self._storage.write(made, key, rows, index, wide, None)
+                rows = self._rows(parameter)
+                self._storage.make(made, key, parameter.detach(), len(rows))
+                for index, part in enumerate(rows):
+                    block = Block({}, (key,), [Piece(parameter, part, index, True)])
+                    wide = gather([value[part]], torch.float32)
+                    self._storage.write(block, [made], key, wide, None)
         return made
 
 
-def _is_moment(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() > 0
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def _kept(before: Any, value: Any, skip: torch.Tensor | None) -> Any:
@@ -233,25 +252,3 @@ def _kept(before: Any, value: Any, skip: torch.Tensor | None) -> Any:
     if skip is None or not isinstance(before, torch.Tensor) or not isinstance(value, torch.Tensor):
         return value
     return torch.where(skip, before, value)
-
-
-def _twin(optimizer: Optimizer) -> Optimizer:
-    """An optimizer of the same class and attributes, whose parameters and state are set later."""
-    twin: Optimizer = object.__new__(type(optimizer))
-    twin.__dict__.update(optimizer.__dict__)
-    twin.__dict__.pop("step", None)  # a learning-rate scheduler binds it to the original
-    twin._optimizer_step_pre_hooks = OrderedDict()
-    twin._optimizer_step_post_hooks = OrderedDict()
-    return twin
-
-
-def _single(optimizer: Optimizer, group: dict[str, Any], tensor: torch.Tensor) -> dict[str, Any]:
-    """Settings under which the twin reads no value of a tensor on the host."""
-    chosen: dict[str, Any] = {}
-    if "foreach" in group:
-        chosen["foreach"] = False
-    if "fused" in group:
-        chosen["fused"] = isinstance(optimizer, (Adam, AdamW))
-    if "capturable" in group:
-        chosen["capturable"] = tensor.is_cuda
-    return chosen
