@@ -104,8 +104,8 @@ def test_blocks_hold_every_row_once_and_join_what_is_alike():
         for group, tensor in ((one, a), (one, b), (other, c), (one, d))
     ]
     made = list(blocks(work, 20))
-    assert [[p.narrow.numel() for p in block.pieces] for block in made] == [
-        [18], [18], [18], [6, 7], [20], [20], [1],
+    assert sorted([p.narrow.numel() for p in block.pieces] for block in made) == [
+        [1], [6, 7], [18], [18], [18], [20], [20],
     ]  # fmt: skip
     assert [p.last for block in made for p in block.pieces if p.parameter is a] == [
         False, False, False, True,

@@ -96,10 +96,10 @@ class Update:
             keys: list[str] | None = None
             if isinstance(self._optimizer, (Adam, AdamW)):
                 keys = ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * bool(group["amsgrad"])
-            elif isinstance(self._optimizer, SGD) and not (
-                group["momentum"] and group["dampening"]
-            ):
-                keys = ["momentum_buffer"] if group["momentum"] else []
+            elif isinstance(self._optimizer, SGD) and not group["momentum"]:
+                keys = []
+            elif isinstance(self._optimizer, SGD) and not group["dampening"]:
+                keys = ["momentum_buffer"]
             has_state = any(value is not None for value in state.values())
             (begun if has_state or keys is not None else unknown).append((group, parameter))
             if not has_state:
