@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from typing import Any
 
@@ -70,6 +69,7 @@ def test_nothing_waits_for_the_device(optimizer):
     step, batch = started(
         "cnn", optimizer, Precision("fp16"), Microbatching(4, accumulate="compensated")
     )
+    step.use_graph(False)
     step(batch)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the mode itself is called a prototype
@@ -90,28 +90,28 @@ def test_an_overflow_changes_nothing(optimizer):
     assert own_state(step)["skipped_steps"] == 1
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-def test_a_step_is_one_graph(optimizer):
-    techniques = Precision("fp16"), Checkpointing("residual-2*"), Microbatching(3)
-    step, batch = started("residual", optimizer, *techniques)
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw"])
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("accumulate", ["parameter", "compensated"])
+def test_a_step_in_a_graph_is_the_step(optimizer, rounding, accumulate):
+    techniques = (
+        Precision("fp16", rounding=rounding, growth_interval=4, initial_scale=2.0**12),
+        Checkpointing("residual-2*"),
+        Microbatching(3, accumulate=accumulate),
+    )
+    captured, batch = started("residual", optimizer, *techniques)
     eager, _ = started("residual", optimizer, *techniques)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step(batch)
-            eager(batch)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    graph.register_generator_state(step._setup.state["precision"].noise.generator)
-    saved = copy.deepcopy(step.state_dict())
-    with torch.cuda.graph(graph):
-        value = step(batch)
-    step.model.load_state_dict(saved["model"])
-    for _ in range(3):
-        graph.replay()
-        expected = eager(batch)
-    assert value.item() == pytest.approx(expected.item(), rel=2e-2)
+    eager.use_graph(False)
+    for _ in range(10):
+        a, b = captured(batch).item(), eager(batch).item()
+    assert captured.captured and not eager.captured
+    assert a == pytest.approx(b, rel=2e-2)
+    for key, value in own_state(eager).items():
+        assert torch.equal(value, own_state(captured)[key]), key
+    for p, q in zip(captured.model.parameters(), eager.model.parameters(), strict=True):
+        for key, value in captured.optimizer.state[p].items():
+            if value.dim() == 0:
+                assert value == eager.optimizer.state[q][key] == 10, key
 
 
 def test_adam_takes_fp32_copies_of_one_block_at_a_time():
@@ -127,4 +127,4 @@ def test_adam_takes_fp32_copies_of_one_block_at_a_time():
     resident = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     step._setup.update()
-    assert torch.cuda.max_memory_allocated() - resident < 28 * block_elements(8 * 2**20)
+    assert torch.cuda.max_memory_allocated() - resident < 32 * block_elements(8 * 2**20)

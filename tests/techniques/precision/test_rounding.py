@@ -90,3 +90,23 @@ def test_updates_under_half_an_ulp_arrive_only_at_random(kind):
 
     assert moved("nearest") == 0.0
     assert moved("stochastic") == pytest.approx(0.1, rel=0.05)
+
+
+def test_draws_look_independent():
+    """Of elements, of draws and of seeds: no correlation, and every value as often."""
+    like = torch.zeros(2**14)
+    source = noise()
+    draws = torch.stack(
+        [source.bits(like, 13).double() for _ in range(40)]
+        + [noise(seed).bits(like, 13).double() for seed in range(1, 25)]
+    )
+    counts = torch.bincount(draws.flatten().long() >> 5, minlength=256).double()
+    expected = draws.numel() / 256
+    assert ((counts - expected) ** 2 / expected).sum() < 256 + 6 * (2 * 256) ** 0.5
+    centred = (draws - draws.mean()) / draws.std()
+    between = (centred @ centred.T) / like.numel()
+    between.fill_diagonal_(0)
+    assert between.abs().max() < 6 / like.numel() ** 0.5
+    for lag in (1, 2, 16, 256):
+        along = (centred[:, lag:] * centred[:, :-lag]).mean()
+        assert along.abs() < 6 / draws.numel() ** 0.5, lag

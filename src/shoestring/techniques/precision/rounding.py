@@ -14,11 +14,28 @@ _DROPPED_BITS = {torch.bfloat16: 16, torch.float16: 13}
 """Of FP32's 23 bits of mantissa."""
 
 
+_STRIDE, _FIRST, _SECOND = -1640531535, 2146121005, -2073254261
+"""Odd numbers of good mixing (2^32 / golden ratio; lowbias32), as 32 bits with a sign."""
+
+
 class Noise:
-    """A random stream of its own, so that dropout draws the same masks with or without it."""
+    """Random bits as a function of seed, draw and position, computed where they are needed.
+
+    The state is one counter on the device, so that a captured graph draws anew at every replay, a
+    snapshot goes on exactly, and dropout draws the same masks with or without it.
+    """
 
     def __init__(self, device: torch.device, seed: int) -> None:
-        self.generator = torch.Generator(device).manual_seed(seed)
+        self.counter = torch.full((), _signed(seed * 0x632BE5AB), dtype=torch.int32, device=device)
+
+    def bits(self, like: torch.Tensor, count: int) -> torch.Tensor:
+        """As many random bits for every element, as an integer from zero."""
+        x = torch.arange(like.numel(), dtype=torch.int32, device=like.device).view(like.shape)
+        x.add_(self.counter.add_(_STRIDE))
+        x.bitwise_xor_(x >> 16).mul_(_FIRST)
+        x.bitwise_xor_(x >> 15).mul_(_SECOND)
+        x.bitwise_xor_(x >> 16)
+        return x.bitwise_and_((1 << count) - 1)
 
     def rounded(
         self, x: torch.Tensor, dtype: torch.dtype, *, keep_nan: bool = True
@@ -29,17 +46,19 @@ class Noise:
         make a number, which `keep_nan` prevents. FP16's subnormal numbers (under 6.1e-5) are
         rounded to the nearest.
         """
-        bits = _DROPPED_BITS[dtype]
-        noise = torch.empty_like(x, dtype=torch.int32)
-        noise.random_(0, 1 << bits, generator=self.generator)
-        noise.add_(x.view(torch.int32)).bitwise_and_(-(1 << bits))
+        dropped = _DROPPED_BITS[dtype]
+        noise = self.bits(x, dropped).add_(x.view(torch.int32)).bitwise_and_(-(1 << dropped))
         rounded = noise.view(torch.float32)
         return (torch.where(x.isfinite(), rounded, x) if keep_nan else rounded).to(dtype)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the stream is."""
-        return {"generator": self.generator.get_state()}
+        return {"noise_counter": self.counter.clone()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there."""
-        self.generator.set_state(state["generator"].cpu())
+        self.counter.copy_(state["noise_counter"])
+
+
+def _signed(number: int) -> int:
+    return (number + 2**31) % 2**32 - 2**31

@@ -141,7 +141,7 @@ class Update:
         for piece, state, new in zip(block.pieces, states, made, strict=True):
             for key in new if piece.last else ():
                 if key not in read:
-                    state[key] = _kept(state.get(key), new[key], skip)
+                    _keep(state, key, new[key], skip)
 
     def _computed(
         self,
@@ -247,8 +247,13 @@ def _copy(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
-def _kept(before: Any, value: Any, skip: torch.Tensor | None) -> Any:
-    """A counter after the update, or as it was; one that is no tensor counts skipped steps too."""
-    if skip is None or not isinstance(before, torch.Tensor) or not isinstance(value, torch.Tensor):
-        return value
-    return torch.where(skip, before, value)
+def _keep(state: dict[str, Any], key: str, value: Any, skip: torch.Tensor | None) -> None:
+    """A counter after the update, or as it was; one that is no tensor counts skipped steps too.
+
+    In place, since a captured graph reads it where it was.
+    """
+    before = state.get(key)
+    if not isinstance(before, torch.Tensor) or not isinstance(value, torch.Tensor):
+        state[key] = value
+    else:
+        before.copy_(value if skip is None else torch.where(skip, before, value))
