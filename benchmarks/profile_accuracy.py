@@ -57,7 +57,7 @@ def main() -> None:
     if not arguments.measure_cuda:
         methods += [predict, predict_mem_tracker, predict_torchinfo]
     if not arguments.predict:
-        methods += [measure_cuda, mem_tracker_cuda] if device == "cuda" else [measure_cpu]
+        methods += [measure_cuda] if device == "cuda" else [measure_cpu]
     rows = list(each_row(arguments, methods, device))
     made = provenance(arguments, device)
     file = arguments.predict or arguments.measure_cuda or arguments.json
@@ -199,8 +199,8 @@ def allocator_peak(
     return peak + sum(measured.bytes_by_role[role] for role in RESIDENT)
 
 
-def on_cuda(row: Row, architecture: Architecture) -> tuple[nn.Module, Any, int]:
-    """Model and batch on the GPU, and what was allocated before they came."""
+def measure_cuda(row: Row, architecture: Architecture, optimizer: str) -> None:
+    """The peak of the CUDA allocator, above what was there before the model."""
     gc.collect()
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
@@ -210,21 +210,10 @@ def on_cuda(row: Row, architecture: Architecture) -> tuple[nn.Module, Any, int]:
         lambda leaf: leaf.to("cuda") if isinstance(leaf, torch.Tensor) else leaf,
         architecture.batch(row["batch"]),
     )
-    return model, batch, before
-
-
-def measure_cuda(row: Row, architecture: Architecture, optimizer: str) -> None:
-    """The peak of the CUDA allocator, above what was there before the model."""
-    model, batch, before = on_cuda(row, architecture)
     measured = measure(model, batch, loss=architecture.loss, optimizer=optimizer)
     row["measured"] = measured.peak_bytes - before
+    row["before"] = before
     row["roles"] = measured.bytes_by_role
-
-
-def mem_tracker_cuda(row: Row, architecture: Architecture, optimizer: str) -> None:
-    """PyTorch's MemTracker around the real CUDA step, which it follows rather than predicts."""
-    model, batch, _ = on_cuda(row, architecture)
-    row["mem_tracker"] = tracked_peak(model, batch, architecture, optimizer)
 
 
 # -- the table -------------------------------------------------------------------------------------

@@ -44,7 +44,8 @@ class Setup:
     """Weighted loss of a part → gradients in `.grad`, added up."""
     update: Callable[[], None]
     """Gradients → parameters."""
-    after_update: list[Callable[[], None]] = field(default_factory=list)
+    after_update: list[Callable[[], object]] = field(default_factory=list)
+    """Called after every update; True says that parameters or buffers were replaced."""
     state: dict[str, HasState] = field(default_factory=dict)
     undo: list[Callable[[], None]] = field(default_factory=list)
     """Called in reverse order when a later technique fails: the model must be as it was."""

@@ -14,6 +14,7 @@ from ..planning.plan import Plan
 from ..techniques.base import Setup, Technique
 from ..trace.capture import Loss, check_loss, check_trainable
 from ..trace.graph import Phase
+from .graph import GraphRunner
 
 
 class Step:
@@ -22,6 +23,10 @@ class Step:
     def __init__(self, setup: Setup, plan: Plan) -> None:
         self._setup = setup
         self.plan = plan
+        device = next(setup.model.parameters()).device.type
+        self._graph: GraphRunner | None = None
+        if device == "cuda" and not (plan.precision and plan.precision.kind == "bf16"):
+            self._graph = GraphRunner(setup, self._compute)
         self.measured: Measurement | None = None
         """What the last `measure` found."""
 
@@ -37,7 +42,24 @@ class Step:
 
     def __call__(self, batch: Any) -> torch.Tensor:
         """Forward, backward, update; returns the loss of the minibatch, detached."""
-        return self._run(batch, lambda phase: None)
+        if self._graph is None:
+            loss = self._compute(batch)
+        else:
+            loss = self._graph(batch)
+        if self._after() and self._graph is not None:
+            self._graph.drop()
+        return loss
+
+    @property
+    def captured(self) -> bool:
+        """Whether the step runs as one CUDA graph now."""
+        return self._graph is not None and self._graph.captured
+
+    def use_graph(self, wanted: bool) -> None:
+        """On CUDA: capture the step where its shapes allow it (the default), or run it eagerly."""
+        if self._graph is not None:
+            self._graph.drop()
+            self._graph.enabled = wanted
 
     def measure(self, batch: Any) -> Measurement:
         """Run one step and return its peak, tracked storage by storage or by the allocator.
@@ -51,14 +73,23 @@ class Step:
             torch.cuda.reset_peak_memory_stats()
             self(batch)
             torch.cuda.synchronize()
-            self.measured = Measurement("cuda", torch.cuda.max_memory_allocated(), {})
+            captured = 0 if self._graph is None else self._graph.peak_bytes
+            peak_bytes = max(captured, torch.cuda.max_memory_allocated())
+            self.measured = Measurement("cuda", peak_bytes, {})
         else:
             self.measured = track(
-                lambda entering: self._run(batch, entering), self.model, batch, self.optimizer
+                lambda entering: self._compute(batch, entering), self.model, batch, self.optimizer
             )
+            self._after()
         return self.measured
 
-    def _run(self, batch: Any, entering: Callable[[Phase], None]) -> torch.Tensor:
+    def _after(self) -> bool:
+        """What follows the update; whether it changed the tensors a captured step refers to."""
+        return any([bool(call()) for call in self._setup.after_update])
+
+    def _compute(
+        self, batch: Any, entering: Callable[[Phase], None] = lambda phase: None
+    ) -> torch.Tensor:
         setup = self._setup
         total: torch.Tensor | None = None
         for part, weight in setup.split(batch):
@@ -76,8 +107,6 @@ class Step:
         entering(Phase.OPTIMIZER)
         setup.update()
         setup.optimizer.zero_grad(set_to_none=True)
-        for call in setup.after_update:
-            call()
         assert total is not None
         return total
 

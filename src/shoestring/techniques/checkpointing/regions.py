@@ -37,12 +37,21 @@ def region(run: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any)
         rebuilt,
         *(leaves[i] for i in places),
         use_reentrant=False,
+        preserve_rng_state=not _capturing(),
         context_fn=lambda: (nullcontext(), frozen_statistics(model)),
     )
 
 
+def _capturing() -> bool:
+    """A CUDA graph holds only steps that draw no random numbers, and cannot read their state."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
 class frozen_statistics(TorchFunctionMode):
-    """BatchNorm runs as in the first pass, on copies of its running statistics."""
+    """BatchNorm runs as in the first pass and writes its running statistics to nowhere.
+
+    In training they are written, not read, so a tensor of their shape stands in for them.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -59,13 +68,19 @@ class frozen_statistics(TorchFunctionMode):
         if func is torch.Tensor.add_ and id(args[0]) in self._counters:
             return args[0]
         if func is F.batch_norm:
-            args = tuple(_copied(a) if i in (1, 2) else a for i, a in enumerate(args))
-            kwargs = {k: _copied(v) if k in _RUNNING else v for k, v in kwargs.items()}
+            trains = kwargs.get("training", args[5] if len(args) > 5 else False)
+            stand_in = _stand_in if trains else _same
+            args = tuple(stand_in(a) if i in (1, 2) else a for i, a in enumerate(args))
+            kwargs = {k: stand_in(v) if k in _RUNNING else v for k, v in kwargs.items()}
         return func(*args, **kwargs)
 
 
 _RUNNING = ("running_mean", "running_var")
 
 
-def _copied(statistics: Any) -> Any:
-    return statistics.clone() if isinstance(statistics, torch.Tensor) else statistics
+def _stand_in(statistics: Any) -> Any:
+    return torch.empty_like(statistics) if isinstance(statistics, torch.Tensor) else statistics
+
+
+def _same(statistics: Any) -> Any:
+    return statistics

@@ -71,16 +71,14 @@ class Rewiring:
     rewired: int = 0
     """Weights dropped, and grown elsewhere, so far."""
 
-    def __call__(self) -> None:
+    def __call__(self) -> bool:
         """To be called after every update; a prediction is of a step without a rewiring."""
         self.step += 1
         due = is_due(self.step, self.schedule, self.frequency_multiplier)
-        if (
-            due
-            and self.method != "static"
-            and not any(plain.is_fake(t.index) for t in self.tensors)
-        ):
+        moves = self.method != "static" and not any(plain.is_fake(t.index) for t in self.tensors)
+        if due and moves:
             self.rewire()
+        return due and moves
 
     @torch.no_grad()
     def rewire(self) -> None:
