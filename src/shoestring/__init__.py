@@ -1,14 +1,18 @@
 """Train neural networks in a small, known amount of memory.
 
 `profile` shows where every byte of a training step goes before anything is allocated; `measure`
-runs a real step and says what it needed.
+runs a real step and says what it needed. `apply` makes the step a `Plan` asks for; `verify` trains
+by the plan and plainly, and compares.
 """
 
 from .errors import BudgetError, NoEffectWarning, ShoestringError
 from .memory.measure import Measurement, measure
 from .memory.model import MemoryProfile
+from .planning.plan import Plan
 from .profiling import profile
 from .techniques import Checkpointing, Microbatching, Precision, Sparsity
+from .train.apply import apply
+from .train.verify import verify
 
 __version__ = "0.1.0"
 
@@ -19,9 +23,12 @@ __all__ = [
     "MemoryProfile",
     "Microbatching",
     "NoEffectWarning",
+    "Plan",
     "Precision",
     "ShoestringError",
     "Sparsity",
+    "apply",
     "measure",
     "profile",
+    "verify",
 ]

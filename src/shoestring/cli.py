@@ -5,11 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
-import threading
-import time
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -18,6 +14,21 @@ from rich.table import Table
 
 from . import __version__
 from .errors import InputError, ShoestringError, render
+from .options import (
+    AsJson,
+    Batch,
+    Checkpoint,
+    Density,
+    Inputs,
+    LossName,
+    Microbatch,
+    ModelName,
+    OptimizerName,
+    PrecisionKind,
+    planned,
+    techniques,
+)
+from .progress import working
 from .units import format_count, format_flops, format_size
 
 app = typer.Typer(
@@ -56,28 +67,14 @@ def _root(
 """
 )
 def profile(
-    model: Annotated[
-        str, typer.Argument(help="A built-in name (wrn-28-2, dc-transformer) or module:factory.")
-    ],
-    input: Annotated[
-        list[str] | None,
-        typer.Option(help="Shape of an input, [name=]8x3x224x224[:dtype]; repeatable."),
-    ] = None,
-    batch: Annotated[int | None, typer.Option(help="Minibatch: examples, or tokens.")] = None,
-    optimizer: Annotated[
-        str | None, typer.Option(help="sgd, adam, adamw, sgd-plain, rmsprop, adagrad or none.")
-    ] = None,
-    density: Annotated[
-        float | None, typer.Option(help="Fraction of weights kept, in (0, 1].")
-    ] = None,
-    precision: Annotated[str | None, typer.Option(help="fp32, fp16 or bf16.")] = None,
-    microbatch: Annotated[
-        int | None, typer.Option(help="Examples (or tokens) that run at once.")
-    ] = None,
-    checkpoint: Annotated[
-        str | None,
-        typer.Option(help="none, no-bn, every-M, residual-M or 'residual-M*'."),
-    ] = None,
+    model: ModelName,
+    input: Inputs = None,
+    batch: Batch = None,
+    optimizer: OptimizerName = None,
+    density: Density = None,
+    precision: PrecisionKind = None,
+    microbatch: Microbatch = None,
+    checkpoint: Checkpoint = None,
     accounting: Annotated[
         str,
         typer.Option(help="fundamental (the report's) or device (what the allocator shows)."),
@@ -85,27 +82,17 @@ def profile(
     device: Annotated[
         str, typer.Option(help="cpu or cuda, for --accounting device; it need not be there.")
     ] = "cpu",
-    loss: Annotated[
-        str | None, typer.Option(help="module:function(model, batch) for an imported model.")
-    ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object, bytes as integers.")
-    ] = False,
+    loss: LossName = None,
+    as_json: AsJson = False,
 ) -> None:
     """Where every byte of a training step goes, before anything is allocated."""
     with working(f"tracing {model}"):
         from .profiling import profile as predict
         from .profiling import refuse_on_device
         from .target import resolve
-        from .techniques import Checkpointing, Microbatching, Precision, Sparsity, Technique
+        from .techniques import Microbatching
 
-        chosen: list[Technique] = []
-        if density is not None:
-            chosen.append(Sparsity(density))
-        if precision is not None:
-            chosen.append(Precision(precision))
-        if checkpoint is not None:
-            chosen.append(Checkpointing(checkpoint))
+        chosen = techniques(density, precision, checkpoint)
         if microbatch is not None:
             Microbatching(microbatch)
         if accounting == "device":
@@ -135,6 +122,66 @@ def profile(
         typer.echo(json.dumps({**settings, **result.as_dict()}))
     else:
         show_profile(settings, result)
+
+
+@app.command(
+    epilog="""Examples:
+
+`shoestring verify wrn-10-1 --checkpoint 'residual-2*'`
+
+`shoestring verify mypackage.models:build --input 8x3x224x224 --plan plan.toml`
+"""
+)
+def verify(
+    model: ModelName,
+    plan: Annotated[
+        str | None, typer.Option(help="File of a plan, TOML or JSON, in place of technique flags.")
+    ] = None,
+    input: Inputs = None,
+    batch: Batch = None,
+    optimizer: OptimizerName = None,
+    density: Density = None,
+    precision: PrecisionKind = None,
+    microbatch: Microbatch = None,
+    checkpoint: Checkpoint = None,
+    loss: LossName = None,
+    steps: Annotated[int, typer.Option(help="Training steps that are compared.")] = 3,
+    as_json: AsJson = False,
+) -> None:
+    """Train by a plan and plainly, side by side: what is lossless, and what the peak is."""
+    with working(f"verifying {model}"):
+        from .trace.fakes import make_optimizer
+        from .train.verify import verify as certify
+
+        chosen, target = planned(
+            model,
+            input,
+            plan=plan,
+            batch=batch,
+            loss=loss,
+            density=density,
+            precision=precision,
+            microbatch=microbatch,
+            checkpoint=checkpoint,
+        )
+        name = target.optimizer if optimizer is None else optimizer
+        made = make_optimizer(None if name == "none" else name, target.model, {})
+        if made is None:
+            raise InputError("verify trains, which takes an optimizer", hint="such as sgd")
+        result = certify(
+            chosen, target.model, [target.batch], loss=target.loss, optimizer=made, steps=steps
+        )
+    settings = {
+        "model": model,
+        "batch": target.batch_size,
+        "batch_unit": target.batch_unit,
+        "optimizer": name,
+    }
+    if as_json:
+        typer.echo(json.dumps({**settings, **result.as_dict()}))
+    else:
+        typer.echo(f"{model} · {target.batch_size} {target.batch_unit} · {name}\n{result}")
+    result.check()
 
 
 def show_profile(settings: dict[str, Any], result: Any) -> None:
@@ -177,36 +224,6 @@ def show_profile(settings: dict[str, Any], result: Any) -> None:
         f"forward {format_flops(result.forward_flops)}, "
         f"backward {format_flops(result.backward_flops)}{again}{share}"
     )
-
-
-@contextmanager
-def working(what: str) -> Iterator[None]:
-    """Say on stderr what is going on once it takes longer than a second."""
-    done = threading.Event()
-    started = time.monotonic()
-    terminal = sys.stderr.isatty()
-
-    def report() -> None:
-        if done.wait(1.0):
-            return
-        while True:
-            elapsed = time.monotonic() - started
-            sys.stderr.write(f"\r{what} … {elapsed:.0f} s" if terminal else f"{what} …\n")
-            sys.stderr.flush()
-            if done.wait(1.0 if terminal else 10.0):
-                break
-        if terminal:
-            sys.stderr.write("\r\033[K")
-            sys.stderr.flush()
-
-    thread = threading.Thread(target=report, daemon=True)
-    thread.start()
-    try:
-        with redirect_stdout(sys.stderr):  # what the user's own code prints is not our data
-            yield
-    finally:
-        done.set()
-        thread.join()
 
 
 def main() -> NoReturn:

@@ -6,7 +6,7 @@ import importlib
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,7 @@ LARGEST_BATCH = 10**9
 
 @dataclass(frozen=True)
 class Target:
-    """A model built on fake tensors, with the batch that runs at once and its loss."""
+    """A model, with the batch that runs at once and its loss."""
 
     name: str
     model: nn.Module
@@ -77,20 +77,29 @@ def resolve(
     batch: int | None = None,
     microbatch: int | None = None,
     loss: str | None = None,
+    real: bool = False,
 ) -> Target:
-    """Build what the command line names, on fake tensors; the batch is one microbatch."""
+    """Build what the command line names, on fake tensors; the batch is one microbatch.
+
+    `real`: on tensors with memory and random data, integers 0 or 1 for an imported model.
+    """
     if batch is not None and not 1 <= batch <= LARGEST_BATCH:
         raise InputError(
             f"a batch cannot have a size of {batch}",
             hint=f"a whole number from 1 to {LARGEST_BATCH:,}",
         )
     if ":" not in name:
-        return _builtin(name, inputs, batch, microbatch, loss)
-    return _imported(name, inputs, batch, microbatch, loss)
+        return _builtin(name, inputs, batch, microbatch, loss, real)
+    return _imported(name, inputs, batch, microbatch, loss, real)
 
 
 def _builtin(
-    name: str, inputs: Sequence[str], batch: int | None, microbatch: int | None, loss: str | None
+    name: str,
+    inputs: Sequence[str],
+    batch: int | None,
+    microbatch: int | None,
+    loss: str | None,
+    real: bool,
 ) -> Target:
     known = builtin(name)
     if inputs or loss:
@@ -100,14 +109,19 @@ def _builtin(
     size = known.default_batch if batch is None else batch
     if microbatch is not None:
         Microbatching(microbatch).check_size(size)
-    with _building(), _not_too_large(name):
+    with nullcontext() if real else _building(), _not_too_large(name):
         model = known.build()
         data = known.batch(size if microbatch is None else microbatch)
     return Target(name, model, data, known.loss, known.default_optimizer, size, known.batch_unit)
 
 
 def _imported(
-    name: str, inputs: Sequence[str], batch: int | None, microbatch: int | None, loss: str | None
+    name: str,
+    inputs: Sequence[str],
+    batch: int | None,
+    microbatch: int | None,
+    loss: str | None,
+    real: bool,
 ) -> Target:
     if not inputs:
         raise InputError(
@@ -122,7 +136,7 @@ def _imported(
     size = batch if batch is not None else specs[0].shape[0]
     factory = _load(name)
     loss_function = default_loss if loss is None else _load(loss, "function")
-    with _building():
+    with nullcontext() if real else _building():
         try:
             model = factory()
         except InputError:
@@ -137,18 +151,24 @@ def _imported(
                 f"{name} returned {type(model).__name__}, not a torch.nn.Module",
                 hint="the factory is called without arguments and returns a torch.nn.Module",
             )
-        tensors = [_make(s, s.shape if batch is None else (batch, *s.shape[1:])) for s in specs]
+        shapes = [s.shape if batch is None else (batch, *s.shape[1:]) for s in specs]
+        tensors = [_make(s, shape, real) for s, shape in zip(specs, shapes, strict=True)]
     data: Any = tuple(tensors)
     if True in named:
         data = {str(s.name): t for s, t in zip(specs, tensors, strict=True)}
     if microbatch is not None:
         data = Microbatching(microbatch).prepare(data)
-    return Target(name, model, data, _checking_types(loss_function), "sgd", size, "examples")
+    checked = loss_function if real else _checking_types(loss_function)
+    return Target(name, model, data, checked, "sgd", size, "examples")
 
 
-def _make(spec: InputSpec, shape: tuple[int, ...]) -> torch.Tensor:
+def _make(spec: InputSpec, shape: tuple[int, ...], real: bool) -> torch.Tensor:
     with _not_too_large(f"an input of {'x'.join(map(str, shape))}"):
-        return torch.zeros(shape, dtype=spec.dtype)
+        if not real:
+            return torch.zeros(shape, dtype=spec.dtype)
+        if spec.dtype.is_floating_point:
+            return torch.randn(shape, dtype=spec.dtype)
+        return torch.randint(2, shape, dtype=spec.dtype)
 
 
 @contextmanager

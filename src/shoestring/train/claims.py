@@ -1,0 +1,81 @@
+"""What each part of a plan claims about each thing that training leaves behind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ..planning.plan import Plan
+from .certificate import Comparison, Level
+
+WHAT = ("loss", "gradients", "buffers", "random stream", "optimizer state", "parameters")
+RECOMPUTATION = "recomputation"
+_VALUES = tuple(what for what in WHAT if what != "random stream")
+_MOVED = ("optimizer state", "parameters")
+
+Claims = dict[str, tuple[Level, str]]
+"""What → how close, and why not closer."""
+
+
+@dataclass(frozen=True)
+class Circumstances:
+    """What decides whether a technique is lossless."""
+
+    device: str
+    batch_norm: bool
+    """The model has BatchNorm that trains."""
+    drawn: bool
+    """A plain step draws random numbers."""
+    split: bool
+    """A batch is larger than a microbatch."""
+    linear: bool
+    """The update is linear in the gradient, as SGD's is: rounding stays rounding."""
+
+
+def claims(plan: Plan, at: Circumstances) -> Claims:
+    """The weakest claim of any part, for each thing."""
+    made: Claims = dict.fromkeys(WHAT, (Level.EQUAL, ""))
+
+    def weaken(names: tuple[str, ...], level: Level, why: str) -> None:
+        for name in names:
+            if level > made[name][0]:
+                made[name] = level, why
+
+    if at.device != "cpu":
+        weaken(_VALUES, Level.ROUNDING, f"kernels on {at.device} add in any order")
+    if at.split:
+        _microbatches(plan, at, weaken)
+    precision = plan.precision
+    if precision is not None and precision.kind != "fp32":
+        weaken(_VALUES, Level.NEAR, f"{precision.kind} rounds")
+    if plan.sparsity is not None and plan.sparsity.density < 1:
+        weaken(("gradients",), Level.ROUNDING, "added in another order")
+        rest = tuple(name for name in _VALUES if name != "gradients")
+        weaken(rest, Level.LOSSY, f"density {plan.sparsity.density:g} is another model")
+    if not at.linear and made["gradients"][0] > Level.EQUAL:
+        weaken(_MOVED, Level.NEAR, "the optimizer divides by the gradient: zero ± rounding moves")
+    return made
+
+
+def _microbatches(plan: Plan, at: Circumstances, weaken: object) -> None:
+    assert callable(weaken) and plan.microbatching is not None
+    if not plan.microbatching.simulated:
+        weaken(_VALUES[:2] + _MOVED, Level.ROUNDING, "gradients are added part by part")
+    if at.batch_norm:
+        weaken(_VALUES, Level.LOSSY, "BatchNorm sees one microbatch at a time")
+    if at.drawn and not plan.microbatching.simulated:
+        values = ("loss", "gradients", *_MOVED, "random stream")
+        weaken(values, Level.LOSSY, "each microbatch draws its own masks")
+
+
+_SUSPECTS = {
+    "buffers": "running statistics moved once more: recomputed BatchNorm?",
+    "random stream": "more or fewer numbers were drawn: a dropout mask drawn again?",
+    "gradients": "a dropout mask drawn again, or a loss that is no mean over its parts?",
+    "loss": "the forward pass computes something else",
+    RECOMPUTATION: "statistics moved twice, or a dropout mask drawn again?",
+}
+
+
+def suspicion(broken: Comparison) -> Comparison:
+    """The same with what usually causes it."""
+    return replace(broken, why=_SUSPECTS.get(broken.what, broken.why or "follows from the above"))

@@ -1,0 +1,44 @@
+"""The random streams a training step may draw from: where they are, and back to where they were."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def stream_states() -> tuple[Any, ...]:
+    """The state of every global generator, to be compared with ==."""
+    keys = np.random.get_state()
+    return (
+        torch.get_rng_state().numpy().tobytes(),
+        tuple(state.numpy().tobytes() for state in _cuda()),
+        random.getstate(),
+        tuple(part.tobytes() if isinstance(part, np.ndarray) else part for part in keys),
+    )
+
+
+@contextmanager
+def rewound_streams() -> Iterator[Callable[[], None]]:
+    """A function that takes every generator back to where it is now; called at the end, too."""
+    held = torch.get_rng_state(), random.getstate(), np.random.get_state(), _cuda()
+
+    def rewind() -> None:
+        torch.set_rng_state(held[0])
+        random.setstate(held[1])
+        np.random.set_state(held[2])
+        for number, state in enumerate(held[3]):
+            torch.cuda.set_rng_state(state, number)
+
+    try:
+        yield rewind
+    finally:
+        rewind()
+
+
+def _cuda() -> list[torch.Tensor]:
+    return torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
