@@ -14,7 +14,7 @@ from ..planning.plan import Plan
 from ..techniques.base import Setup, Technique
 from ..trace.capture import Loss, check_loss, check_trainable
 from ..trace.graph import Phase
-from .graph import GraphRunner
+from .graph import GraphRunner, can_capture
 
 
 class Step:
@@ -23,10 +23,8 @@ class Step:
     def __init__(self, setup: Setup, plan: Plan) -> None:
         self._setup = setup
         self.plan = plan
-        device = next(setup.model.parameters()).device.type
-        self._graph: GraphRunner | None = None
-        if device == "cuda" and not (plan.precision and plan.precision.kind == "bf16"):
-            self._graph = GraphRunner(setup, self._compute)
+        precision = "fp32" if plan.precision is None else plan.precision.kind
+        self._graph = GraphRunner(setup, self._compute) if can_capture(setup, precision) else None
         self.measured: Measurement | None = None
         """What the last `measure` found."""
 

@@ -8,6 +8,7 @@ while it was captured stays in the graph's own pool and counts as the step's pea
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,18 @@ from ..techniques.base import Setup
 
 PATIENCE = 3
 """Captures without a replay in between (settings that move at every step) before giving up."""
+
+
+def can_capture(setup: Setup, precision: str) -> bool:
+    """Whether the update stays on the device; a failed try would leave its counters moved."""
+    if next(setup.model.parameters()).device.type != "cuda" or precision == "bf16":
+        return False
+    groups = setup.optimizer.param_groups
+    return (
+        precision == "fp16"
+        or type(setup.optimizer) is torch.optim.SGD
+        or all(group.get("capturable") for group in groups)
+    )
 
 
 class GraphRunner:
@@ -48,7 +61,8 @@ class GraphRunner:
         if self._wasted > PATIENCE:
             self.enabled = False
             return self._eagerly(batch)
-        self._capture(batch)
+        if not self._capture(batch):
+            return self._eagerly(batch)
         return self._replay(batch)
 
     @property
@@ -69,7 +83,7 @@ class GraphRunner:
             self.enabled = False
         return loss
 
-    def _capture(self, batch: Any) -> None:
+    def _capture(self, batch: Any) -> bool:
         device = next(self._setup.model.parameters()).device
         gc.collect()
         torch.cuda.synchronize()
@@ -83,12 +97,18 @@ class GraphRunner:
         try:
             with torch.cuda.graph(graph):
                 self._loss = self._compute(self._batch)
-        except RuntimeError:  # something in the step waits for the device
+        except RuntimeError as error:  # something in the step waits for the device
             self.enabled = False
             self.drop()
-            raise
+            warnings.warn(
+                f"the step is not captured as a CUDA graph: {str(error).splitlines()[0]}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return False
         self._graph = graph
         self.peak_bytes = torch.cuda.max_memory_allocated()
+        return True
 
     def _replay(self, batch: Any) -> torch.Tensor:
         assert self._graph is not None and self._loss is not None
