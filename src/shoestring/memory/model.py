@@ -109,6 +109,11 @@ def memory_profile(trace: Trace, accounting: str = "fundamental") -> MemoryProfi
             )
             notes.append(note)
             warnings.warn(note, UnknownOperationWarning, stacklevel=2)
+        if any(op.phase is Phase.RECOMPUTE for op in trace.ops):
+            notes.append(
+                "the model runs parts of itself again in the backward pass; the fundamental "
+                "accounting counts it as if it kept them, the device accounting as it is"
+            )
         boundary = next((i for i, e in enumerate(events) if e.kind is not Kind.FORWARD), 0)
     elif accounting == "device":
         timeline = device_timeline(trace)
