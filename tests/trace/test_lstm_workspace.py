@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shoestring.trace.recorder import lstm_workspace_bytes
+from shoestring.trace.onednn import lstm_workspace_bytes
 
 pytestmark = pytest.mark.skipif(
     not torch.backends.mkldnn.is_available(), reason="PyTorch without oneDNN"

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from .flops import flops_of
 from .graph import Op, Phase, TensorSpec
+from .onednn import with_workspace
 
 _MASK_MAKERS = ("bernoulli", "bernoulli_")
 
@@ -183,7 +184,7 @@ class Recorder(TorchDispatchMode):
             self.failed_in = self._module_stack[-1] if self._module_stack else None
             raise
         if func is torch.ops.aten.mkldnn_rnn_layer.default:
-            out = _with_workspace(args, out)
+            out = with_workspace(args, out)
         index = len(self.ops)
         for tensor in written_tensors:
             record = self.storage_of(tensor)
@@ -381,48 +382,6 @@ def _memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
             return ()
         expected *= shape[dim]
     return tuple(order)
-
-
-def _with_workspace(args: tuple[Any, ...], out: Any) -> Any:
-    """Give a fake oneDNN LSTM layer the workspace a real one keeps for its backward.
-
-    The shape function of PyTorch returns an empty one. Gradients off, the real one is not kept.
-    """
-    inputs, hidden_weight = args[0], args[2]
-    if not isinstance(inputs, FakeTensor) or not torch.is_grad_enabled():
-        return out
-    length, batch, width = inputs.shape
-    nbytes = lstm_workspace_bytes(
-        length, batch, width, hidden_weight.shape[1], inputs.element_size()
-    )
-    return (*out[:3], inputs.new_empty(nbytes, dtype=torch.uint8))
-
-
-def lstm_workspace_bytes(length: int, batch: int, inputs: int, hidden: int, itemsize: int) -> int:
-    """Bytes oneDNN keeps of one direction of one LSTM layer in training.
-
-    Fitted to what oneDNN 3.12 returns in float32 and bfloat16, and tested against it: the gates
-    and an extra row of the hidden width, three states of the wider side, two of the hidden width,
-    each on pages of its own. States cover both ends of the layer and the step before the first.
-    """
-
-    def padded(width: int, size: int) -> int:
-        line = 64 // size
-        width = -(-width // line) * line
-        return size * (width + line if width % 256 == 0 else width)
-
-    cells, states, widest = length * batch, 2 * (length + 1) * batch, max(inputs, hidden)
-    areas = (
-        cells * padded(4 * hidden, itemsize),
-        cells * padded(hidden, itemsize),
-        states * padded(widest, itemsize),
-        states * padded(widest, 4),
-        states * padded(widest, 4),
-        states * hidden * itemsize,
-        states * hidden * 4,
-    )
-    page = 4096
-    return sum(-(-area // page) * page for area in areas)
 
 
 def _tensors(name: str, given: Any) -> Iterator[tuple[str, torch.Tensor]]:
