@@ -159,7 +159,7 @@ class GraphMaker:
                 record=record,
                 statistics_bytes=statistics,
                 flops=flops,
-                recompute_flops=10**self.pick(0, 3) * flops,
+                recompute_flops=10 ** self.pick(0, 3) * flops,
             )
         )
 
@@ -285,9 +285,7 @@ def activation_bytes(model: nn.Module, batch: object, loss: Callable, strategy: 
 
 
 def mlp() -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor], Callable]:
-    model = nn.Sequential(
-        nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2)
-    )
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
     batch = torch.zeros(10, 4), torch.zeros(10, 2)
     return model, batch, lambda m, b: nn.functional.mse_loss(m(b[0]), b[1])
 
