@@ -71,7 +71,7 @@ _SUSPECTS = {
     "buffers": "running statistics moved once more: recomputed BatchNorm?",
     "random stream": "more or fewer numbers were drawn: a dropout mask drawn again?",
     "gradients": "a dropout mask drawn again, or a loss that is no mean over its parts?",
-    "loss": "the forward pass computes something else",
+    "loss": "another forward pass, or a loss that is no mean over its parts?",
     RECOMPUTATION: "statistics moved twice, or a dropout mask drawn again?",
 }
 

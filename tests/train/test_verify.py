@@ -1,0 +1,312 @@
+"""The certificate: it confirms what is lossless, sizes what is not, and catches what is broken."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import shoestring as ss
+from shoestring.errors import InputError, NoEffectWarning, VerificationError
+from shoestring.planning.plan import Plan
+from shoestring.techniques import Checkpointing, Microbatching, Precision, Sparsity, Technique
+from shoestring.techniques.base import Setup
+from shoestring.train.certificate import Certificate, Comparison, Level, relative_error
+from shoestring.train.verify import verify
+from techniques.small_models import SMALL, classify
+
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+    "adam": lambda model: torch.optim.Adam(model.parameters(), lr=1e-3),
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Steady where cores are shared."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def certificate(name: str, chosen: list[Technique], optimizer: str = "sgd") -> Certificate:
+    small = SMALL[name]
+    torch.manual_seed(0)
+    model, batch = small.build(), small.batch()
+    return verify(
+        chosen, model, [batch], loss=small.loss, optimizer=OPTIMIZERS[optimizer](model), steps=2
+    )
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [("cnn", "no-bn"), ("residual", "residual-2*"), ("transformer", "residual-1"), ("mlp", "none")],
+)
+def test_checkpointing_is_plain_training(name: str, strategy: str, optimizer: str) -> None:
+    found = certificate(name, [Checkpointing(strategy)], optimizer)
+    assert found.ok
+    for comparison in found.comparisons:
+        assert comparison.claim is Level.EQUAL
+        assert comparison.found in (Level.EQUAL, Level.NONE)
+    assert found["buffers"].found is (Level.EQUAL if SMALL[name].has_batch_norm else Level.NONE)
+    found.check()
+    assert str(found).endswith("verified") and "NOT" not in str(found)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_microbatches_without_batch_norm_round(optimizer: str) -> None:
+    found = certificate("tied", [Microbatching(4)], optimizer)
+    assert found.ok
+    assert found["loss"].claim is Level.ROUNDING
+    assert found["gradients"].claim is found["gradients"].found is Level.ROUNDING
+    assert 0 < found["gradients"].error < 1e-5  # type: ignore[operator]
+    linear = optimizer == "sgd"
+    assert found["parameters"].claim is (Level.ROUNDING if linear else Level.NEAR)
+    assert "divides by the gradient" in found["parameters"].why or linear
+
+
+def test_microbatches_change_what_batch_norm_sees() -> None:
+    found = certificate("residual", [Microbatching(2)])
+    assert found.ok
+    assert found["buffers"].found is found["buffers"].claim is Level.LOSSY
+    assert "BatchNorm" in found["buffers"].why
+    assert found["random stream"].found is Level.EQUAL
+
+
+def test_microbatches_draw_their_own_masks() -> None:
+    found = certificate("transformer", [Microbatching(2)])
+    assert found.ok
+    assert found["gradients"].claim is Level.LOSSY
+    assert "masks" in found["gradients"].why
+
+
+def test_a_batch_that_is_not_cut_is_plain() -> None:
+    found = certificate("cnn", [Microbatching(6)])
+    assert all(c.claim is c.found is Level.EQUAL for c in found.comparisons)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("kind", ["fp16", "bf16"])
+def test_precision_is_near(kind: str, optimizer: str) -> None:
+    found = certificate("transformer", [Precision(kind)], optimizer)
+    assert found.ok
+    for what in ("loss", "gradients", "optimizer state", "parameters"):
+        assert (found[what].claim, found[what].found) == (Level.NEAR, Level.ROUNDING), what
+        assert found[what].tolerance == {"fp16": 5e-2, "bf16": 2e-1}[kind]
+    assert found["random stream"].found is Level.EQUAL
+
+
+@pytest.mark.parametrize("name", ["cnn", "tied", "lstm"])
+def test_sparse_gradients_are_the_dense_ones_at_the_nonzeros(name: str) -> None:
+    found = certificate(name, [Sparsity(0.3)])
+    assert found.ok
+    assert found["gradients"].found in (Level.EQUAL, Level.ROUNDING)
+    assert found["parameters"].found is found["parameters"].claim is Level.LOSSY
+    assert "density 0.3" in found["parameters"].why
+
+
+def test_all_four_together() -> None:
+    chosen = [
+        Sparsity(0.3), Precision("fp16"), Checkpointing("residual-2*"), Microbatching(2),
+    ]  # fmt: skip
+    found = certificate("tied", chosen)
+    assert found.ok
+    assert found["recomputation"].claim is found["recomputation"].found is Level.EQUAL
+    assert found.plan == Plan.of(chosen)
+    assert found["gradients"].found is Level.ROUNDING
+
+
+def test_the_peak_is_the_predicted_one() -> None:
+    found = certificate("residual", [Checkpointing("residual-2*")])
+    assert found.peak_ok
+    assert found.predicted_peak_bytes == pytest.approx(found.measured_peak_bytes, rel=0.02)
+    assert found.measured_peak_bytes < found.plain_peak_bytes
+
+
+def test_a_peak_that_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = certificate("mlp", []).measured_peak_bytes
+
+    @dataclass(frozen=True)
+    class Off:
+        peak_bytes: int = plain * 103 // 100
+
+    monkeypatch.setattr("shoestring.train.verify.predict_step", lambda *a, **k: Off())
+    found = certificate("mlp", [])
+    assert not found.ok and not found.peak_ok
+    with pytest.raises(VerificationError, match="peak predicted"):
+        found.check()
+    assert "BROKEN" in str(found) and "NOT verified" in str(found)
+
+
+@contextmanager
+def other_stream() -> Iterator[None]:
+    with torch.random.fork_rng():
+        torch.manual_seed(99)
+        yield
+
+
+@dataclass(frozen=True)
+class Broken(Checkpointing):
+    """Recomputes each block in a way that is not the first one's."""
+
+    contexts: Any = None
+    preserve: bool = True
+
+    def apply(self, setup: Setup) -> None:
+        for path in self._find(setup.model):
+            block = setup.model.get_submodule(path)
+            block.forward = self._again(block.forward)
+
+    def _again(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(x: torch.Tensor) -> Any:
+            return checkpoint(
+                plain,
+                x,
+                use_reentrant=False,
+                preserve_rng_state=self.preserve,
+                context_fn=self.contexts or (lambda: (nullcontext(), nullcontext())),
+            )
+
+        return forward
+
+
+def test_statistics_that_move_twice_are_caught() -> None:
+    """`torch.utils.checkpoint` as it is (pytorch#96136)."""
+    found = certificate("residual", [Broken("residual-1")])
+    assert not found.ok
+    assert found["gradients"].found is Level.EQUAL
+    assert found["buffers"].found is Level.LOSSY and not found["buffers"].ok
+    with pytest.raises(VerificationError, match="buffers claimed equal, found differs") as raised:
+        found.check()
+    assert "BatchNorm" in str(raised.value.hint)
+    assert "BROKEN" in str(found)
+
+
+def test_a_mask_that_is_drawn_again_is_caught() -> None:
+    """From the stream where it is now: it shows in the gradients, and in the stream."""
+    found = certificate("transformer", [Broken("residual-1", preserve=False)])
+    assert not found.ok
+    assert not found["gradients"].ok and not found["random stream"].ok
+    assert found["buffers"].ok
+
+
+def test_a_mask_from_another_stream_is_caught() -> None:
+    """The stream goes on as it should (pytorch#190758): the gradients tell."""
+    contexts = lambda: (nullcontext(), other_stream())  # noqa: E731
+    found = certificate("transformer", [Broken("residual-1", contexts=contexts)])
+    assert not found.ok
+    assert not found["gradients"].ok and found["random stream"].ok
+
+
+@pytest.mark.parametrize("with_it", [Precision("fp16"), Microbatching(2), Sparsity(0.3)], ids=str)
+def test_broken_recomputation_does_not_hide_behind_a_lossy_part(with_it: Technique) -> None:
+    found = certificate("residual", [Broken("residual-1"), with_it])
+    assert not found.ok
+    assert [c.what for c in found.comparisons if not c.ok] == ["recomputation"]
+
+
+def test_a_loss_that_is_no_mean_is_caught() -> None:
+    model = SMALL["mlp"].build()
+    data = [SMALL["mlp"].batch()]
+    found = verify([Microbatching(2)], model, data, optimizer=OPTIMIZERS["sgd"](model),
+                   loss=lambda m, b: classify(m, b) * len(b[1]))  # fmt: skip
+    assert not found["gradients"].ok
+    assert "no mean" in found["gradients"].why
+
+
+def test_nothing_that_was_given_is_changed() -> None:
+    small = SMALL["transformer"]
+    torch.manual_seed(0)
+    model, data = small.build(), [small.batch()]
+    optimizer = OPTIMIZERS["adam"](model)
+    ss.apply([], model, optimizer, loss=small.loss)(data[0])  # with state
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    held = copy.deepcopy((dict(model.state_dict()), optimizer.state_dict(), data))
+    streams = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    chosen = [Sparsity(0.3), Precision("fp16"), Checkpointing("every-2"), Microbatching(2)]
+    assert verify(chosen, model, data, loss=small.loss, optimizer=optimizer, steps=2).ok
+    now = (dict(model.state_dict()), optimizer.state_dict(), data)
+    for expected, found in zip(
+        torch.utils._pytree.tree_leaves(held), torch.utils._pytree.tree_leaves(now), strict=True
+    ):
+        same = torch.equal(expected, found) if isinstance(expected, torch.Tensor) else None
+        assert (same is None and expected == found) or same
+    assert torch.equal(streams[0], torch.get_rng_state())
+    assert streams[1:] == (random.getstate(), np.random.get_state()[1].tolist())
+
+
+def test_state_from_before_is_taken_along() -> None:
+    """Adam's step count goes on from where it was, on both sides."""
+    small = SMALL["mlp"]
+    model, batch = small.build(), small.batch()
+    optimizer = OPTIMIZERS["adam"](model)
+    step = ss.apply([], model, optimizer, loss=small.loss)
+    for _ in range(5):
+        step(batch)
+    found = verify([Checkpointing("every-1")], model, [batch], loss=small.loss, optimizer=optimizer)
+    assert found.ok and found["optimizer state"].found is Level.EQUAL
+
+
+def test_as_plain_values() -> None:
+    found = certificate("mlp", [Precision("bf16")]).as_dict()
+    assert found["ok"] is True and found["plan"] == {"precision": {"kind": "bf16"}}
+    assert found["gradients"]["claimed"] == "near"
+    assert found["random_stream"]["found"] == "equal"
+    assert type(found["predicted_peak_bytes"]) is type(found["measured_peak_bytes"]) is int
+
+
+def test_a_setting_without_effect_is_said_once() -> None:
+    model = nn.Linear(3, 1)
+    with pytest.warns(NoEffectWarning) as said:
+        verify([Microbatching(1, simulated=True), Checkpointing("every-1")], model,
+               [torch.randn(4, 3)], loss=lambda m, b: m(b).mean(),
+               optimizer=OPTIMIZERS["sgd"](model))  # fmt: skip
+    assert len(said) == 1
+
+
+@pytest.mark.parametrize(
+    ("batches", "steps", "said"),
+    [
+        ([], 3, "no batch"),
+        ((torch.ones(2, 3), torch.ones(2)), 3, "one batch"),
+        ({"x": torch.ones(2, 3)}, 3, "one batch"),
+        ([torch.ones(2, 3)], 0, "0 steps"),
+        ([torch.ones(2, 5)], 1, "failed on this batch"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_verified(batches: Any, steps: int, said: str) -> None:
+    model = nn.Linear(3, 1)
+    with pytest.raises(InputError, match=said):
+        verify([], model, batches, loss=lambda m, b: m(b).mean(),
+               optimizer=OPTIMIZERS["sgd"](model), steps=steps)  # fmt: skip
+
+
+def test_the_error_is_of_the_worst_tensor() -> None:
+    ones = torch.ones(3)
+    assert relative_error([(ones, ones)]) == 0
+    assert relative_error([(2 * ones, torch.tensor([2.0, 2.0, 3.0]))]) == 0.5
+    assert relative_error([(100 * ones, 100 * ones), (2 * ones, 3 * ones)]) == 0.5
+    # A tensor of nothing but rounding is measured on the scale of the others.
+    assert relative_error([(100 * ones, 100 * ones), (1e-9 * ones, -1e-9 * ones)]) < 1e-8
+    assert relative_error([(ones, ones * float("inf"))]) == float("inf")
+    assert relative_error([(ones, torch.ones(4))]) == float("inf")
+    assert relative_error([(0 * ones, 0 * ones)]) == 0
+
+
+def test_infinite_parameters_are_never_what_was_claimed() -> None:
+    for claim in (Level.NEAR, Level.LOSSY):
+        assert not Comparison("parameters", claim, Level.LOSSY, float("inf"), 0.1).ok
+        assert Comparison("gradients", claim, Level.LOSSY, float("inf"), 0.1).ok  # a skipped step
+        assert Comparison("parameters", claim, Level.LOSSY, 3.0, 0.1).ok
