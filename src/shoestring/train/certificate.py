@@ -151,7 +151,8 @@ class Certificate:
             mark = c.why if c.ok else f"BROKEN: {c.why}"
             rows.append((c.what, _CLAIMED[c.claim], _FOUND[c.found], *error, mark))
         wide = [max(len(row[i]) for row in rows) for i in range(5)]
-        lines = [f"{self.plan} beside plain training, {self.steps} steps on {self.device}"]
+        steps = "1 step" if self.steps == 1 else f"{self.steps} steps"
+        lines = [f"{self.plan} beside plain training, {steps} on {self.device}"]
         for row in rows:
             cells = [cell.ljust(width) for cell, width in zip(row, wide, strict=False)]
             lines.append("  ".join([*cells, row[5]]).rstrip())
