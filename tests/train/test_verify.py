@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import shoestring as ss
@@ -82,6 +83,8 @@ def test_microbatches_change_what_batch_norm_sees() -> None:
     assert found["buffers"].found is found["buffers"].claim is Level.LOSSY
     assert "BatchNorm" in found["buffers"].why
     assert found["random stream"].found is Level.EQUAL
+    both = certificate("residual", [Sparsity(0.3), Microbatching(2)])["parameters"].why
+    assert "BatchNorm" in both and "density 0.3" in both
 
 
 def test_microbatches_draw_their_own_masks() -> None:
@@ -116,14 +119,14 @@ def test_sparse_gradients_are_the_dense_ones_at_the_nonzeros(name: str) -> None:
     assert "density 0.3" in found["parameters"].why
 
 
+ALL = [Sparsity(0.3), Precision("fp16"), Checkpointing("residual-2*"), Microbatching(2)]
+
+
 def test_all_four_together() -> None:
-    chosen = [
-        Sparsity(0.3), Precision("fp16"), Checkpointing("residual-2*"), Microbatching(2),
-    ]  # fmt: skip
-    found = certificate("tied", chosen)
+    found = certificate("tied", ALL)
     assert found.ok
     assert found["recomputation"].claim is found["recomputation"].found is Level.EQUAL
-    assert found.plan == Plan.of(chosen)
+    assert found.plan == Plan.of(ALL)
     assert found["gradients"].found is Level.ROUNDING
 
 
@@ -234,14 +237,13 @@ def test_nothing_that_was_given_is_changed() -> None:
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
     held = copy.deepcopy((dict(model.state_dict()), optimizer.state_dict(), data))
     streams = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
-    chosen = [Sparsity(0.3), Precision("fp16"), Checkpointing("every-2"), Microbatching(2)]
-    assert verify(chosen, model, data, loss=small.loss, optimizer=optimizer, steps=2).ok
+    assert verify(ALL, model, data, loss=small.loss, optimizer=optimizer, steps=2).ok
     now = (dict(model.state_dict()), optimizer.state_dict(), data)
-    for expected, found in zip(
-        torch.utils._pytree.tree_leaves(held), torch.utils._pytree.tree_leaves(now), strict=True
-    ):
-        same = torch.equal(expected, found) if isinstance(expected, torch.Tensor) else None
-        assert (same is None and expected == found) or same
+    for expected, found in zip(tree_leaves(held), tree_leaves(now), strict=True):
+        if isinstance(expected, torch.Tensor):
+            assert torch.equal(expected, found)
+        else:
+            assert expected == found
     assert torch.equal(streams[0], torch.get_rng_state())
     assert streams[1:] == (random.getstate(), np.random.get_state()[1].tolist())
 

@@ -39,6 +39,8 @@ def claims(plan: Plan, at: Circumstances) -> Claims:
         for name in names:
             if level > made[name][0]:
                 made[name] = level, why
+            elif level == made[name][0]:
+                made[name] = level, f"{made[name][1]}; {why}"
 
     if at.device != "cpu":
         weaken(_VALUES, Level.ROUNDING, f"kernels on {at.device} add in any order")
