@@ -78,7 +78,8 @@ class Plan:
             unknown = sorted(set(settings) - known)
             if unknown:
                 raise InputError(
-                    f"{name} has no setting {unknown[0]!r}", hint="one of " + ", ".join(known)
+                    f"{name} has no setting {unknown[0]!r}",
+                    hint="one of " + ", ".join(sorted(known)),
                 )
             values = {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}
             try:
@@ -140,4 +141,4 @@ def _plain(technique: str, setting: str, value: Any) -> Any:
 def _toml(value: Any) -> str:
     if isinstance(value, list):
         return "[" + ", ".join(_toml(item) for item in value) + "]"
-    return json.dumps(value, ensure_ascii=False)
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any
@@ -46,14 +47,25 @@ class Pending:
         self._model, self._steps = model, steps
         self._value: Any = None
         self._done = False
+        self._followed = False
 
     def followed_by(self, forward: Any, rest: tuple[Any, ...], kwargs: Any) -> Pending:
-        """The same and one block more."""
+        """The same and one block more; a value that is there already is where it starts."""
+        self._followed = True
+        if self._done:
+            return Pending(self._model, [(forward, (self._value, *rest), kwargs)])
         return Pending(self._model, [*self._steps, (forward, rest, kwargs)])
 
     def value(self) -> Any:
         """Run the blocks as one region, once."""
         if not self._done:
+            if self._followed:
+                warnings.warn(
+                    "a block's output is read by more than the next block of its group, so the "
+                    "block runs twice; residual-1 keeps it",
+                    RuntimeWarning,
+                    stacklevel=3,
+                )
             forwards = [step[0] for step in self._steps]
 
             def run(*arguments: Any) -> Any:
