@@ -36,7 +36,7 @@ STRATEGIES = (
 )
 WITHOUT_PARAMETERS = Trace(
     ops=(), values=(), storages=(), parameters=(), modules=(), inputs=(), loss=0,
-    batch_elements=0, device="cpu", optimizer="none",
+    device="cpu", optimizer="none",
 )  # fmt: skip
 
 Pick = Callable[[int, int], int]

@@ -305,7 +305,6 @@ def _freeze(
         modules=tuple((path, type(m).__name__) for path, m in model.named_modules()),
         inputs=tuple(record.value for record in step.inputs),
         loss=step.loss_value,
-        batch_elements=0,
         device=device,
         optimizer="none" if optimizer is None else type(optimizer).__name__,
     )

@@ -105,8 +105,6 @@ class Op:
     """For a backward operation, the forward operation whose gradient it computes."""
     saved: tuple[int, ...] = ()
     """Values a custom autograd function asked to keep (set on its last operation)."""
-    depthwise: bool = False
-    """A grouped convolution, which CUDA runs with kernels that need no workspace."""
     settings: tuple[tuple[str, Any], ...] = ()
     """Arguments that are numbers, truth values or lists of them, by name: strides, dimensions, …"""
     strided: tuple[tuple[str, tuple[int, ...]], ...] = ()
@@ -153,12 +151,10 @@ class Trace:
     """Values of the batch."""
     loss: int
     """The value of the loss."""
-    batch_elements: int
     device: str
     optimizer: str
     checkpoint: str = "none"
     """The recomputation strategy a technique asked for; the trace itself is of the plain step."""
-    precision: str = "fp32"
     warnings: tuple[str, ...] = field(default=())
 
     @cached_property

@@ -251,7 +251,6 @@ class Recorder(TorchDispatchMode):
         if differentiable:
             sequence = torch.autograd._get_sequence_nr() - 1
             self._first_op_of_node.setdefault(sequence, index)
-        grouped = func is torch.ops.aten.convolution.default and args[8] > 1
         for leaf in outputs:
             record = self.storages[self.values[leaf.value].storage]
             if record.birth == index:
@@ -270,7 +269,6 @@ class Recorder(TorchDispatchMode):
             differentiable=differentiable,
             function=self._function_stack[0] if self._function_stack else -1,
             forward_op=forward_op,
-            depthwise=bool(grouped),
             settings=tuple(_settings(func, args, kwargs)),
             strided=tuple(_strided(func, args, kwargs)),
         )

@@ -62,7 +62,6 @@ class Precision(WholeBatch):
         target = _TYPES[self.kind]
         return replace(
             trace,
-            precision=self.kind,
             values=tuple(
                 replace(v, dtype=target) if v.dtype.is_floating_point else v for v in trace.values
             ),
