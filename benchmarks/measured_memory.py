@@ -1,6 +1,6 @@
 """The rows of the report's Pareto table, executed: peak memory and step time on one GPU.
 
-    PYTHONPATH=src python3 benchmarks/measured_memory.py [--json FILE]
+    PYTHONPATH=src python3 benchmarks/measured_memory.py [--json FILE] [--live]
 
 WRN-28-2, minibatch 100, SGD with Nesterov momentum, `torch.cuda.max_memory_allocated` of a whole
 step: parameters, gradients, momentum, the batch, activations and every workspace. cuBLAS is given
@@ -53,6 +53,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", help="also write the rows to this file")
     parser.add_argument("--steps", type=int, default=5, help="timed steps")
+    parser.add_argument("--live", action="store_true", help="what is live at each row's peak")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("this benchmark measures a CUDA device, and there is none", file=sys.stderr)
@@ -64,7 +65,7 @@ def main() -> int:
         show(found[-1], found)
         for row in ROWS:
             try:
-                found.append(planned(row, layout, options.steps))
+                found.append(planned(row, layout, options.steps, options.live))
                 show(found[-1], found)
             except Exception as error:
                 print(row, layout, "failed:", type(error).__name__, str(error)[:300], flush=True)
@@ -135,7 +136,7 @@ def plain(layout: str, steps: int) -> dict[str, Any]:
             "milliseconds": time_ms, "layout": layout}  # fmt: skip
 
 
-def planned(row: Row, layout: str, steps: int) -> dict[str, Any]:
+def planned(row: Row, layout: str, steps: int, live: bool) -> dict[str, Any]:
     """One row, for real."""
     model, (images, labels), loss, before = fresh(layout)
     batch = (images.half().cpu(), labels.cpu())  # the step moves it: one copy on the device
@@ -151,10 +152,29 @@ def planned(row: Row, layout: str, steps: int) -> dict[str, Any]:
     gc.collect()
     peak = step.measure(batch).peak_bytes - before
     time_ms = timed(lambda: step(batch), steps)
-    captured = step.captured
-    return {"name": f"density {row.density:g} microbatch {row.microbatch}, {layout}",
-            "counted_mb": row.counted_mb, "peak_bytes": peak, "milliseconds": time_ms,
-            "loss": float(value), "layout": layout, "captured": captured}  # fmt: skip
+    found = {"name": f"density {row.density:g} microbatch {row.microbatch}, {layout}",
+             "counted_mb": row.counted_mb, "peak_bytes": peak, "milliseconds": time_ms,
+             "loss": float(value), "layout": layout, "captured": step.captured}  # fmt: skip
+    if live:
+        found |= taken_apart(step, batch, before)
+    return found
+
+
+def taken_apart(step: Any, batch: Any, before: int) -> dict[str, Any]:
+    """The peak of the same step without a graph, and what was live at it."""
+    step.use_graph(False)
+    gc.collect()
+    torch.cuda.empty_cache()
+    for _ in range(2):
+        step(batch)
+    eager = step.measure(batch).peak_bytes - before
+    peak = step.live(batch)
+    print(
+        f"\neager {eager:,} bytes, watched {peak.allocator_bytes - before:,}, "
+        f"from others {before:,}\n{peak.table()}\n",
+        flush=True,
+    )
+    return {"eager_peak_bytes": eager, "live": peak.as_json()}
 
 
 def others(steps: int) -> list[dict[str, Any]]:

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..memory.live import LivePeak, live_at_peak
 from ..memory.measure import Measurement, track
 from ..planning.plan import Plan
 from ..techniques.base import Setup, Technique
 from ..trace.capture import Loss, check_loss, check_trainable
 from ..trace.graph import Phase
-from .graph import GraphRunner, can_capture
+from .graph import GraphRunner, can_capture, on_device
 
 
 class Step:
@@ -27,6 +28,8 @@ class Step:
         self._graph = GraphRunner(setup, self._compute) if can_capture(setup, precision) else None
         self.measured: Measurement | None = None
         """What the last `measure` found."""
+        self.loss: torch.Tensor | None = None
+        """Of the minibatch that `measure` ran, detached."""
 
     @property
     def model(self) -> nn.Module:
@@ -69,17 +72,42 @@ class Step:
         if device == "cuda":
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
-            self(batch)
+            self.loss = self(batch)
             torch.cuda.synchronize()
-            captured = 0 if self._graph is None else self._graph.peak_bytes
-            peak_bytes = max(captured, torch.cuda.max_memory_allocated())
+            peak_bytes = max(self.captured_peak_bytes, torch.cuda.max_memory_allocated())
             self.measured = Measurement("cuda", peak_bytes, {})
         else:
             self.measured = track(
-                lambda entering: self._compute(batch, entering), self.model, batch, self.optimizer
+                lambda entering: self._kept(self._compute(batch, entering)),
+                self.model,
+                batch,
+                self.optimizer,
             )
             self._after()
         return self.measured
+
+    def live(self, batch: Any) -> LivePeak:
+        """On CUDA: run one step eagerly and say what was allocated at its peak."""
+        device = next(self.model.parameters()).device
+        moved = on_device(device, batch)
+        found = live_at_peak(
+            lambda entering: self._compute(moved, entering), self.model, moved, self.optimizer
+        )
+        self._after()
+        return found
+
+    def _kept(self, loss: torch.Tensor) -> None:
+        self.loss = loss
+
+    @property
+    def loss_scale(self) -> torch.Tensor | None:
+        """What FP16's loss is multiplied by now; None without one."""
+        return getattr(getattr(self._setup.state.get("precision"), "scale", None), "scale", None)
+
+    @property
+    def captured_peak_bytes(self) -> int:
+        """Allocated at most while the graph in use was captured; 0 without one."""
+        return 0 if self._graph is None else self._graph.peak_bytes
 
     def _after(self) -> bool:
         """What follows the update; whether it changed the tensors a captured step refers to."""

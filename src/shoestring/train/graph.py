@@ -73,12 +73,13 @@ class GraphRunner:
     def drop(self) -> None:
         """Forget the captured step: something it refers to is gone."""
         self._graph = self._batch = self._loss = None
+        self.peak_bytes = 0
 
     def _eagerly(self, batch: Any) -> torch.Tensor:
         device = next(self._setup.model.parameters()).device
         generator = torch.cuda.default_generators[device.index or 0]
         before = generator.get_offset()
-        loss = self._compute(_on(device, batch))
+        loss = self._compute(on_device(device, batch))
         if generator.get_offset() != before:  # a replay would draw the same numbers for ever
             self.enabled = False
         return loss
@@ -131,5 +132,6 @@ class GraphRunner:
         return shapes, numbers, self._setup.model.training
 
 
-def _on(device: torch.device, batch: Any) -> Any:
+def on_device(device: torch.device, batch: Any) -> Any:
+    """The batch with its tensors there."""
     return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, batch)
