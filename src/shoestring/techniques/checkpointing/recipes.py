@@ -188,9 +188,10 @@ class Recipes:
             return False
         if not any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
             return False
+        cheap = func in CHEAP or getattr(func, "cheap_to_run_again", False)
         if self._every is None:
-            return func in CHEAP
-        if func in _NODES:
+            return cheap
+        if cheap or func in _NODES:
             self._nodes += 1
         elif func not in _JOINTS:
             return False

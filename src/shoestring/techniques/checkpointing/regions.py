@@ -3,13 +3,13 @@
 Regions are `torch.utils.checkpoint` without reentry: they nest, and running again stops as soon as
 the last tensor that backward reads is there, so an operation whose output nobody reads again does
 not run. Added here: BatchNorm's running statistics stay as the first pass left them
-(pytorch#96136).
+(pytorch#96136), and a function that is marked `kept_for_second_pass` (statistics: small, and slow
+to make) runs once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 def region(run: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Run now, keep only the tensors given, and run again when backward needs the inside."""
+    kept: list[Any] = []
     leaves, spec = tree_flatten((args, kwargs))
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     rest = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
@@ -38,7 +39,7 @@ def region(run: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any)
         *(leaves[i] for i in places),
         use_reentrant=False,
         preserve_rng_state=not _capturing(),
-        context_fn=lambda: (nullcontext(), frozen_statistics(model)),
+        context_fn=lambda: (_keeping(kept), frozen_statistics(model, kept)),
     )
 
 
@@ -47,14 +48,32 @@ def _capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
+class _keeping(TorchFunctionMode):
+    """The first pass: what marked functions return is held for the second."""
+
+    def __init__(self, kept: list[Any]) -> None:
+        super().__init__()
+        self._kept = kept
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if getattr(func, "kept_for_second_pass", False):
+            self._kept.append(result)
+        return result
+
+
 class frozen_statistics(TorchFunctionMode):
     """BatchNorm runs as in the first pass and writes its running statistics to nowhere.
 
-    In training they are written, not read, so a tensor of their shape stands in for them.
+    In training they are written, not read, so a tensor of their shape stands in for them. Marked
+    functions return what they returned in the first pass.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, kept: Iterable[Any] = ()) -> None:
         super().__init__()
+        self._kept = iter(kept)
         self._counters = {
             id(m.num_batches_tracked)
             for m in model.modules()
@@ -65,6 +84,8 @@ class frozen_statistics(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if getattr(func, "kept_for_second_pass", False):
+            return next(self._kept)
         if func is torch.Tensor.add_ and id(args[0]) in self._counters:
             return args[0]
         if func is F.batch_norm:
