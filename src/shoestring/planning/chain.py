@@ -1,0 +1,228 @@
+"""The best schedule for a chain of blocks at every amount of memory, by dynamic programming.
+
+After Beaumont et al., "Optimal checkpointing for heterogeneous chains" (2019): the table runs over
+(part of the chain, memory). Added here are several kinds of leaves, parameter gradients that add
+up while backward goes, and that running a region again stops at the last tensor backward reads.
+Memory is cut into slots, and what is found is then evaluated exactly, so that rounding never makes
+a schedule pass its budget.
+
+The chain, its stages and the evaluation of schedules are in `planning.stages`; `train.chain`
+makes the chain of a model.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from .stages import Chain, Cost, Item, Schedule, evaluate, flops_only, plain
+
+
+def solve(chain: Chain, budget_bytes: int, cost: Cost = flops_only) -> Schedule | None:
+    """The schedule of least cost whose peak is within the budget; None if there is none."""
+    kept = plain(chain, cost)
+    if kept.peak_bytes <= budget_bytes:
+        return kept
+    if budget_bytes <= max(chain.fixed_bytes, chain.floor_bytes - 1):
+        return None
+    found = _Table(chain, cost, budget_bytes).schedules()
+    return next((schedule for schedule in found if schedule.peak_bytes <= budget_bytes), None)
+
+
+def front(chain: Chain, cost: Cost = flops_only) -> list[Schedule]:
+    """All schedules worth having, from the least memory to the least cost."""
+    kept = plain(chain, cost)
+    found, room = [kept], kept.peak_bytes - chain.fixed_bytes
+    while room > 0:  # smaller tables have smaller slots, for the end where little memory is left
+        some = list(_Table(chain, cost, chain.fixed_bytes + room).schedules(_POINTS))
+        if not some:
+            break
+        found += some
+        room = int(room * _NEXT_ROOM)
+    chosen: list[Schedule] = []
+    for schedule in sorted(found, key=lambda s: (s.peak_bytes, s.cost)):
+        if not chosen or schedule.cost < chosen[-1].cost:
+            chosen.append(schedule)
+    return chosen
+
+
+_ADDITIONS = 1.5e8
+"""What filling a table may take: about half a second."""
+_TABLE_BYTES = 3e8
+_SLOTS = range(256, 10_000)
+_POINTS = 100
+"""Schedules read back from each table of a front."""
+_NEXT_ROOM = 0.35
+_SPARE = 1.02
+"""Memory tabled beyond the budget: rounding may count a schedule as larger than it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Leaf:
+    """An option of a stage in slots and cost."""
+
+    name: str
+    kept: int
+    forward: int
+    backward: int
+    again: int
+    cost: float
+    again_cost: float
+
+
+class _Table:
+    """Least cost of every part of the chain at every amount of memory.
+
+    `best[s, t, x]` is the least cost of stages s…t, forward and backward, when x slots are left for
+    them and for the parameter gradients of the stages after t; these are counted so that x is the
+    same for both halves of a cut. Unless t is the end of the chain, the part ends a region: it runs
+    while the gradient of its output waits, and its last stage runs only as far as backward reads.
+    """
+
+    def __init__(self, chain: Chain, cost: Cost, budget_bytes: int) -> None:
+        self.chain, self.cost, self.stages = chain, cost, chain.stages
+        self.end = len(self.stages) - 1
+        count = len(self.stages)
+        slots = int(min(_ADDITIONS / (count**3 / 6), _TABLE_BYTES / (count**2 * 8), _SLOTS.stop))
+        slots = max(slots, _SLOTS.start)
+        self.slot_bytes = (budget_bytes - chain.fixed_bytes) / slots
+        self.size = int(slots * _SPARE) + 2
+        self._round()
+        self._fill()
+
+    def _round(self) -> None:
+        """Bytes to slots: of what adds up, the sums are rounded, so that errors do not add up."""
+
+        def slots(nbytes: int) -> int:
+            return round(nbytes / self.slot_bytes)
+
+        def steps(sizes: list[int]) -> list[int]:
+            sums = np.cumsum([0, *sizes])
+            return np.diff(np.round(sums / self.slot_bytes)).astype(int).tolist()
+
+        stages, cost = self.stages, self.cost
+        self.held = steps([stage.held_bytes for stage in stages])
+        self.later = [slots(nbytes) for nbytes in self.chain.later_gradient_bytes]
+        self.waiting = [
+            slots(nbytes + (0 if t == self.end else stage.gradient_bytes))
+            for t, (nbytes, stage) in enumerate(
+                zip(self.chain.later_gradient_bytes[1:], stages, strict=True)
+            )
+        ]
+        self.passing = [slots(stage.pass_bytes) for stage in stages]
+        self.pass_cost = [cost(stage.options["keep"].forward) for stage in stages]
+        self.leaves: list[list[_Leaf]] = [[] for _ in stages]
+        for name in ("keep", "cheap"):
+            options = [s.options.get(name, s.options["keep"]) for s in stages]
+            kept = steps([option.kept_bytes for option in options])
+            for i, option in enumerate(options):
+                if name == "keep" or (name in stages[i].options and 0 < i < self.end):
+                    back = cost(option.backward)
+                    self.leaves[i].append(
+                        _Leaf(
+                            name,
+                            kept[i],
+                            slots(option.forward_bytes),
+                            slots(option.backward_bytes),
+                            slots(option.again_bytes),
+                            back + cost(option.forward),
+                            back + cost(option.again),
+                        )
+                    )
+
+    def _fill(self) -> None:
+        count, size = len(self.stages), self.size
+        self.best = np.full((count, count, size), np.inf, dtype=np.float32)
+        # after[t, u]: stages u…t, beside what a region that ends before u holds
+        self.after = np.full((count, count, size), np.inf, dtype=np.float32)
+        for t in range(count):
+            for s in range(t, -1, -1):
+                if t < self.end and s < t and self._reach(s) <= t:
+                    break  # no region holds both
+                row = self.best[s, t]
+                for leaf in self.leaves[s]:
+                    need, price, kept = self._of(leaf, s, t)
+                    if s == t:
+                        np.minimum(row[need:], price, out=row[need:])
+                    elif max(need, kept) < size:
+                        rest = self.best[s + 1, t, max(need - kept, 0) : size - kept]
+                        tail = row[max(need, kept) :]
+                        np.minimum(tail, rest + price, out=tail)
+                last = min(t, self._reach(s))
+                if s < last:
+                    costs, needs = self._passes(s, t, last)
+                    both = self.after[t, s + 1 : last + 1] + self.best[s, s:last]
+                    both += costs[:, None]
+                    for line, need in zip(both, needs, strict=True):
+                        line[:need] = np.inf
+                    np.minimum(row, both.min(axis=0), out=row)
+                if s > 0 and self.held[s - 1] < size:
+                    held = self.held[s - 1]
+                    self.after[t, s, held:] = row[: size - held]
+
+    def _reach(self, start: int) -> int:
+        """The stage that follows the longest region from here; itself where none may start."""
+        if not 0 < start < self.end:
+            return start
+        after = start + 1
+        while after < self.end and self.stages[after - 1].joins:
+            after += 1
+        return after
+
+    def _of(self, leaf: _Leaf, s: int, t: int) -> tuple[int, float, int]:
+        """Slots a leaf at s needs when the part ends at t, its cost, and the slots it keeps."""
+        if s == t < self.end:
+            return leaf.again + self.later[s + 1], leaf.again_cost, 0
+        need = max(leaf.forward + self.waiting[t], leaf.backward + self.later[s + 1])
+        return need, leaf.cost, leaf.kept
+
+    def _passes(self, s: int, t: int, last: int) -> tuple[np.ndarray, list[int]]:
+        """Cost and slots of running s…u-1 without keeping anything, for u = s+1…last."""
+        needs, peak = [], 0
+        for k in range(s, last):
+            peak = max(peak, (self.held[k - 1] if k > s else 0) + self.passing[k])
+            needs.append(peak + self.waiting[t])
+        return np.cumsum(self.pass_cost[s:last], dtype=np.float32), needs
+
+    def schedules(self, most: int = sys.maxsize) -> Iterator[Schedule]:
+        """One for each amount of memory at which the cost falls, the cheapest first."""
+        whole = self.best[0, self.end]
+        before = np.concatenate(([np.inf], whole[:-1]))
+        steps = np.flatnonzero(whole < before)[::-1]
+        if len(steps) > most:
+            steps = steps[np.linspace(0, len(steps) - 1, most).astype(int)]
+        for x in steps.tolist():
+            items = self._items(0, self.end, x)
+            yield evaluate(self.chain, items[1:-1], self.cost)
+
+    def _items(self, s: int, t: int, x: int) -> tuple[Item, ...]:
+        """The choices behind `best[s, t, x]`."""
+        items: list[Item] = []
+        while s <= t:
+            least, chosen = np.inf, ""
+            kept = 0
+            for leaf in self.leaves[s]:
+                need, price, held = self._of(leaf, s, t)
+                if x < max(need, held):
+                    continue
+                total = price + (self.best[s + 1, t, x - held] if s < t else 0.0)
+                if total < least:
+                    least, chosen, kept = total, leaf.name, held
+            last = min(t, self._reach(s))
+            if s < last:
+                costs, needs = self._passes(s, t, last)
+                totals = self.after[t, s + 1 : last + 1, x] + self.best[s, s:last, x] + costs
+                totals[np.array(needs) > x] = np.inf
+                cut = int(totals.argmin())
+                if totals[cut] < least:
+                    after = s + 1 + cut
+                    items.append(self._items(s, after - 1, x))
+                    x -= self.held[after - 1]
+                    s = after
+                    continue
+            items.append(chosen)
+            s, x = s + 1, x - kept
+        return tuple(items)

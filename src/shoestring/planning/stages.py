@@ -1,0 +1,225 @@
+"""A training step as a chain of stages, and what a schedule for it needs and costs.
+
+The stages are the head (all before the first block), the blocks, and the tail (all after the last
+block, and the loss). A schedule is a sequence of items, one after the other:
+
+- a *leaf*, one block that runs and keeps what backward reads: "keep" all of it, or "cheap", without
+  the outputs of normalisations and activations, which are made again one by one;
+- a *region*, a tuple of items that runs and keeps its input only. When backward reaches it, it
+  runs again as the schedule inside of it says; regions nest.
+
+`("keep", ("keep",), ("cheap", ("keep", "keep"), "keep"))` keeps the first block, makes the second
+again, and makes the four others again as a region with another inside. Running again stops at the
+last tensor that backward reads, so the end of a region costs less (`Option.again`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+Item = str | tuple[Any, ...]
+"""The name of a leaf's option, or the items of a region."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a device has to do: operations, traffic, kernels started."""
+
+    flops: float = 0
+    bytes_moved: float = 0
+    launches: float = 0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            self.flops + other.flops,
+            self.bytes_moved + other.bytes_moved,
+            self.launches + other.launches,
+        )
+
+    def __sub__(self, other: Work) -> Work:
+        return Work(
+            self.flops - other.flops,
+            self.bytes_moved - other.bytes_moved,
+            self.launches - other.launches,
+        )
+
+
+Cost = Callable[[Work], float]
+"""Work → seconds, or whatever is to be small. Costs of stages are added up."""
+
+
+def flops_only(work: Work) -> float:
+    """The cost by floating-point operations alone."""
+    return work.flops
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One way to run a stage so that its backward pass can follow.
+
+    Bytes are above what the stages before it keep, which has the stage's input among it.
+    """
+
+    kept_bytes: int
+    """Held from its forward to its backward pass: saved tensors, and its output."""
+    forward_bytes: int
+    """Peak of its forward pass."""
+    backward_bytes: int
+    """Peak of its backward pass, with what it kept and the gradients it makes."""
+    again_bytes: int
+    """Peak of running again and backward, as the last of a region."""
+    forward: Work
+    again: Work
+    """Running again as the last of a region: up to the last tensor that backward reads."""
+    backward: Work
+    """With what a cheap leaf makes again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One block, or the head or the tail of the chain."""
+
+    name: str
+    options: Mapping[str, Option]
+    """"keep", and "cheap" where that keeps less."""
+    held_bytes: int = 0
+    """Held after it when it ends a region: its output, which the next stage starts from."""
+    pass_bytes: int = 0
+    """Peak of a forward pass that keeps nothing."""
+    gradient_bytes: int = 0
+    """Gradient of its output, there while a region that it ends runs again."""
+    parameter_gradient_bytes: int = 0
+    """Gradients that its backward pass leaves behind."""
+    joins: bool = True
+    """Nothing but the next block reads its output, so one region may hold both."""
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A training step as a chain of blocks; head and tail are always kept."""
+
+    head: Stage
+    blocks: tuple[Stage, ...]
+    tail: Stage
+    fixed_bytes: int = 0
+    """Resident all the time: parameters, buffers, optimizer state, the batch."""
+    floor_bytes: int = 0
+    """Peak of what no schedule changes: the update."""
+
+    @cached_property
+    def stages(self) -> tuple[Stage, ...]:
+        """Head, blocks, tail."""
+        return (self.head, *self.blocks, self.tail)
+
+    @cached_property
+    def later_gradient_bytes(self) -> tuple[int, ...]:
+        """Parameter gradients of the stages from i on."""
+        sums = [0]
+        for stage in reversed(self.stages):
+            sums.append(sums[-1] + stage.parameter_gradient_bytes)
+        return tuple(reversed(sums))
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What to do with each block, and what it takes. All of it is predicted."""
+
+    items: tuple[Item, ...]
+    """One leaf for each block of the chain, some of them in regions."""
+    peak_bytes: int
+    """Of the whole step."""
+    cost: float
+    """Of forward, backward and all that is made again."""
+    plain_cost: float
+    """Of the step that keeps everything."""
+    again: Work = field(repr=False, default_factory=Work)
+    """What is made again."""
+
+    @property
+    def extra_cost(self) -> float:
+        """What making again costs."""
+        return self.cost - self.plain_cost
+
+
+def leaves(item: Item) -> int:
+    """How many blocks an item covers."""
+    return 1 if isinstance(item, str) else sum(map(leaves, item))
+
+
+def plain(chain: Chain, cost: Cost = flops_only) -> Schedule:
+    """Keep everything."""
+    return evaluate(chain, ("keep",) * len(chain.blocks), cost)
+
+
+def evaluate(chain: Chain, items: tuple[Item, ...], cost: Cost = flops_only) -> Schedule:
+    """The peak and the cost of a schedule."""
+    run = _Run(chain, cost)
+    run.part(("keep", *items, "keep"), 0, 0, top=True)
+    kept = [stage.options["keep"] for stage in chain.stages]
+    plain_cost = sum(cost(o.forward) + cost(o.backward) for o in kept)
+    return Schedule(
+        items,
+        max(chain.floor_bytes, chain.fixed_bytes + run.peak_bytes),
+        run.spent,
+        plain_cost,
+        run.again,
+    )
+
+
+class _Run:
+    """A schedule carried out on paper."""
+
+    def __init__(self, chain: Chain, cost: Cost) -> None:
+        self.stages, self.later = chain.stages, chain.later_gradient_bytes
+        self.cost = cost
+        self.peak_bytes, self.spent, self.again = 0, 0.0, Work()
+
+    def part(self, items: tuple[Item, ...], first: int, outside: int, *, top: bool) -> None:
+        """Forward, then backward through items that are a region inside of, or the whole chain."""
+        stop = first + sum(map(leaves, items))
+        waiting = self.later[stop] + (0 if top else self.stages[stop - 1].gradient_bytes)
+        begun: list[tuple[Item, int, int]] = []
+        at, held = first, outside
+        for item in items:
+            begun.append((item, at, held))
+            after = at + leaves(item)
+            if top or after < stop:
+                self._forward(item, at, held + waiting, again=not top)
+            held += self._kept(item, at)
+            at = after
+        for item, at, held in reversed(begun):
+            if isinstance(item, str):
+                self._backward(item, at, held, last=not top and at + 1 == stop)
+            else:
+                self.part(item, at, held, top=False)
+
+    def _kept(self, item: Item, at: int) -> int:
+        if isinstance(item, str):
+            return self.stages[at].options[item].kept_bytes
+        return self.stages[at + leaves(item) - 1].held_bytes
+
+    def _forward(self, item: Item, at: int, there: int, *, again: bool) -> None:
+        if isinstance(item, str):
+            option = self.stages[at].options[item]
+            self._do(option.forward, there + option.forward_bytes, again)
+            return
+        for k in range(at, at + leaves(item)):
+            inside = self.stages[k - 1].held_bytes if k > at else 0
+            work = self.stages[k].options["keep"].forward
+            self._do(work, there + inside + self.stages[k].pass_bytes, again)
+
+    def _backward(self, item: str, at: int, held: int, *, last: bool) -> None:
+        option, there = self.stages[at].options[item], held + self.later[at + 1]
+        if last:  # it did not run with the others of its region, but does so now
+            self._do(option.again, there + option.again_bytes, True)
+        self._do(option.backward, there + (0 if last else option.backward_bytes), False)
+        self.again += option.backward - self.stages[at].options["keep"].backward
+
+    def _do(self, work: Work, nbytes: int, again: bool) -> None:
+        self.spent += self.cost(work)
+        self.peak_bytes = max(self.peak_bytes, nbytes)
+        if again:
+            self.again += work
