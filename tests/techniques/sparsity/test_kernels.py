@@ -30,6 +30,13 @@ def compare(device: str) -> None:
             assert torch.equal(values.cpu(), dense.flatten()[mask]), (shape, density)
             made = kernels.scatter(values, packed, starts, shape)
             assert torch.equal(made.cpu(), dense * mask.view(shape)), (shape, density)
+            if len(shape) == 4:
+                other = dense.to(device).contiguous(memory_format=torch.channels_last)
+                same = kernels.gather(other, packed, starts, int(mask.sum()), True)
+                assert torch.equal(same, values)
+                last = kernels.scatter(values, packed, starts, shape, True)
+                assert last.is_contiguous(memory_format=torch.channels_last)
+                assert torch.equal(last, made)
 
 
 def test_in_the_interpreter() -> None:

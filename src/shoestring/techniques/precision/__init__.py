@@ -12,6 +12,7 @@ from ...errors import InputError, NoEffectWarning
 from ...trace.graph import Trace
 from ..base import Setup, WholeBatch
 from ..batches import map_tensors
+from .batch_norm import lean_batch_norm
 from .check import check_model, check_optimizer, named_failures
 from .convert import lower_model
 from .rounding import Noise
@@ -100,6 +101,7 @@ class Precision(WholeBatch):
         setup.undo.append(update.convert_state())
         setup.update = update
         setup.state["precision"] = PrecisionState(scale, noise)
+        lean_batch_norm(setup)
         _run_in(target, setup, scale)
 
 

@@ -102,28 +102,33 @@ class Convolution(torch.autograd.Function):
         """Scatter, convolve, drop."""
         _keep(ctx, weight, dtype, x, values)
         ctx.settings = settings
-        return torch.convolution(x, weight.dense(values, dtype), bias, *settings)
+        return torch.convolution(x, weight.dense(values, dtype, x), bias, *settings)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Gradient, ...]:
-        """Two calls, so that the weight and its gradient are never dense together."""
+        """Two calls: weight and gradient are never dense together, nor both gradients' operands.
+
+        The gradient of the weight comes first, since only it reads the input, which may be gone
+        after it; of the other operand each call reads no more than the shape.
+        """
         weight, settings = _unchanged(ctx), ctx.settings
         x, values = ctx.saved_tensors
         need_x, need_values, need_bias = ctx.needs_input_grad[:3]
         grad_x = grad_values = grad_bias = None
         run = torch.ops.aten.convolution_backward
-        if need_x:
-            dense = weight.dense(values, ctx.dtype)
-            grad_x = run(grad, x, dense, None, *settings, (True, False, False))[0]
-            del dense
+        shape_only = values.new_empty((), dtype=ctx.dtype)
         if need_values or need_bias:
-            # The gradient of the weight reads no more of the weight than its shape.
-            shape_only = torch.zeros((), dtype=ctx.dtype, device=x.device).expand(weight.shape)
             sizes = (grad.shape[1],) if need_bias else None
             masks = (False, need_values, need_bias)
-            _, product, grad_bias = run(grad, x, shape_only, sizes, *settings, masks)
+            stand_in = shape_only.expand(weight.shape)
+            _, product, grad_bias = run(grad, x, stand_in, sizes, *settings, masks)
             grad_values = _gathered(weight, product, values) if need_values else None
+            del product
+        if need_x:
+            dense = weight.dense(values, ctx.dtype, x)
+            x = shape_only.expand(x.shape)
+            grad_x = run(grad, x, dense, None, *settings, (True, False, False))[0]
         return grad_x, grad_values, grad_bias, None, None, None
 
 

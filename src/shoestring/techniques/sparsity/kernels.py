@@ -2,6 +2,8 @@
 
 Each program handles `BLOCK` elements. It knows how many nonzeros lie before its block from
 `starts` (32 bits a block, 1/128 bit an element) and counts the rest from the bits themselves.
+Values and bits are in the order of the shape; a channels-last dense tensor is read and written
+where its elements lie, so that no copy changes its layout.
 """
 
 from __future__ import annotations
@@ -28,7 +30,21 @@ def _count_kernel(packed, counts, n_bytes, BYTES: tl.constexpr):  # type: ignore
 
 
 @triton.jit
-def _scatter_kernel(packed, starts, values, dense, numel, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _where(place, channels, taps, CHANNELS_LAST: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The position in memory of an element (output, channel, tap) of the dense tensor."""
+    if CHANNELS_LAST:
+        row = place // (channels * taps)
+        rest = place - row * (channels * taps)
+        channel = rest // taps
+        place = row * (channels * taps) + (rest - channel * taps) * channels + channel
+    return place
+
+
+@triton.jit
+def _scatter_kernel(  # type: ignore[no-untyped-def]
+    packed, starts, values, dense, numel, channels, taps,
+    CHANNELS_LAST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     block = tl.program_id(0)
     place = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < numel
@@ -36,18 +52,22 @@ def _scatter_kernel(packed, starts, values, dense, numel, BLOCK: tl.constexpr): 
     bit = (byte >> (place & 7).to(tl.int32)) & 1
     source = tl.load(starts + block) + tl.cumsum(bit, axis=0) - bit
     value = tl.load(values + source, mask=bit == 1, other=0)
-    tl.store(dense + place, value, mask=inside)
+    tl.store(dense + _where(place, channels, taps, CHANNELS_LAST), value, mask=inside)
 
 
 @triton.jit
-def _gather_kernel(packed, starts, values, dense, numel, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _gather_kernel(  # type: ignore[no-untyped-def]
+    packed, starts, values, dense, numel, channels, taps,
+    CHANNELS_LAST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     block = tl.program_id(0)
     place = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < numel
     byte = tl.load(packed + (place >> 3), mask=inside, other=0).to(tl.int32)
     bit = (byte >> (place & 7).to(tl.int32)) & 1
     target = tl.load(starts + block) + tl.cumsum(bit, axis=0) - bit
-    value = tl.load(dense + place, mask=bit == 1, other=0)
+    source = dense + _where(place, channels, taps, CHANNELS_LAST)
+    value = tl.load(source, mask=bit == 1, other=0)
     tl.store(values + target, value, mask=bit == 1)
 
 
@@ -59,20 +79,40 @@ def block_starts(packed: torch.Tensor) -> torch.Tensor:
     return counts.cumsum(0, dtype=torch.int32).sub_(counts)
 
 
+def _layout(shape: Sequence[int], channels_last: bool) -> tuple[int, int, bool]:
+    """Channels and taps of a kernel that lies channels-last; else nothing to know."""
+    return (shape[1], math.prod(shape[2:]), True) if channels_last else (1, 1, False)
+
+
 def scatter(
-    values: torch.Tensor, packed: torch.Tensor, starts: torch.Tensor, shape: Sequence[int]
+    values: torch.Tensor,
+    packed: torch.Tensor,
+    starts: torch.Tensor,
+    shape: Sequence[int],
+    channels_last: bool = False,
 ) -> torch.Tensor:
     """The dense tensor of the values."""
-    dense = torch.empty(math.prod(shape), dtype=values.dtype, device=values.device)
-    _scatter_kernel[(starts.numel(),)](packed, starts, values, dense, dense.numel(), BLOCK=BLOCK)
-    return dense.view(tuple(shape))
+    form = torch.channels_last if channels_last else torch.contiguous_format
+    dense = torch.empty(tuple(shape), dtype=values.dtype, device=values.device, memory_format=form)
+    channels, taps, last = _layout(shape, channels_last)
+    _scatter_kernel[(starts.numel(),)](
+        packed, starts, values, dense, dense.numel(), channels, taps, last, BLOCK=BLOCK
+    )
+    return dense
 
 
 def gather(
-    dense: torch.Tensor, packed: torch.Tensor, starts: torch.Tensor, nonzeros: int
+    dense: torch.Tensor,
+    packed: torch.Tensor,
+    starts: torch.Tensor,
+    nonzeros: int,
+    channels_last: bool = False,
 ) -> torch.Tensor:
     """The values of a dense tensor at the nonzeros."""
     values = torch.empty(nonzeros, dtype=dense.dtype, device=dense.device)
-    flat = dense.reshape(-1)
-    _gather_kernel[(starts.numel(),)](packed, starts, values, flat, flat.numel(), BLOCK=BLOCK)
+    dense = dense if channels_last else dense.contiguous()
+    channels, taps, last = _layout(dense.shape, channels_last)
+    _gather_kernel[(starts.numel(),)](
+        packed, starts, values, dense, dense.numel(), channels, taps, last, BLOCK=BLOCK
+    )
     return values

@@ -24,6 +24,15 @@ def _triton_kernels() -> ModuleType | None:
     return kernels
 
 
+def in_channels_last(tensor: torch.Tensor) -> bool:
+    """Whether the channels of a pixel lie beside each other in memory."""
+    return (
+        tensor.dim() == 4
+        and not tensor.is_contiguous()
+        and tensor.is_contiguous(memory_format=torch.channels_last)
+    )
+
+
 def set_data(parameter: torch.Tensor, data: torch.Tensor) -> None:
     """Give a parameter other data, of another size.
 
@@ -78,14 +87,23 @@ class SparseTensor:
             self._starts = kernels.block_starts(self.index)
         return kernels
 
-    def dense(self, values: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The dense weight; the caller drops it as soon as its kernel has run."""
+    def dense(
+        self,
+        values: torch.Tensor,
+        dtype: torch.dtype | None = None,
+        beside: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The dense weight; the caller drops it as soon as its kernel has run.
+
+        On CUDA it lies as the tensor `beside` it, with which it goes into a convolution.
+        """
         values = values.detach() if dtype is None else values.detach().to(dtype)
         kernels = self._kernels()
         if kernels is not None and plain.is_fake(values):
             return values.new_empty(self.shape)
         if kernels is not None:
-            return kernels.scatter(values, self.index, self._starts, self.shape)
+            last = beside is not None and len(self.shape) == 4 and in_channels_last(beside)
+            return kernels.scatter(values, self.index, self._starts, self.shape, last)
         return plain.scatter(values, self.index, self.shape)
 
     def gather(self, dense: torch.Tensor) -> torch.Tensor:
@@ -94,7 +112,8 @@ class SparseTensor:
         if kernels is not None and plain.is_fake(dense):
             return dense.new_empty(self.nonzeros)
         if kernels is not None:
-            return kernels.gather(dense, self.index, self._starts, self.nonzeros)
+            last = in_channels_last(dense)
+            return kernels.gather(dense, self.index, self._starts, self.nonzeros, last)
         return plain.gather(dense, self.index, self.nonzeros)
 
     def replace(self, values: torch.Tensor, index: torch.Tensor) -> None:

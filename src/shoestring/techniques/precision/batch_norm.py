@@ -1,0 +1,221 @@
+"""BatchNorm on 16-bit tensors on CUDA: keeps its input alone, and takes the ReLU behind it along.
+
+The arithmetic is FP32, as the report asks (Section 3.2). Statistics and normalisation are two
+functions, so that a second pass has the statistics already and runs one kernel. Where a BatchNorm's
+output is read by one nn.ReLU and by nothing else, both are one function: nothing of the size of the
+activations lies between them, forward or backward. Which those are shows in the graph of the first
+forward pass.
+
+Elsewhere (on the CPU, in FP32, in other layouts) BatchNorm stays PyTorch's, which means the same.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.overrides import handle_torch_function, has_torch_function
+
+from ..base import Setup
+
+_CLASSES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_BLOCKS = 4096 // 128
+"""Blocks of 128 channels that the tickets of the kernels provide for."""
+
+Running = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def in_rows(x: torch.Tensor) -> bool:
+    """Whether the channels of a pixel lie beside each other in memory."""
+    if x.dim() == 4:
+        return x.is_contiguous(memory_format=torch.channels_last)
+    if x.dim() == 5:
+        return x.is_contiguous(memory_format=torch.channels_last_3d)
+    return x.dim() == 2 and x.is_contiguous()
+
+
+def statistics(
+    x: torch.Tensor, ticket: torch.Tensor, running: Running | None, momentum: float, eps: float
+) -> torch.Tensor:
+    """Mean and 1 / sqrt(variance + eps) of every channel over all the rest; no gradient."""
+    if has_torch_function((x,)):
+        return handle_torch_function(statistics, (x,), x, ticket, running, momentum, eps)
+    from . import batch_norm_kernels as kernels
+
+    return kernels.statistics(x.detach(), ticket, running, momentum, eps)
+
+
+statistics.kept_for_second_pass = True  # type: ignore[attr-defined]
+
+
+def normalise(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    found: torch.Tensor,
+    ticket: torch.Tensor,
+    rectify: bool,
+) -> torch.Tensor:
+    """The normalised input, and with `rectify` its positive part; gradients of batch statistics."""
+    if has_torch_function((x,)):
+        return handle_torch_function(normalise, (x,), x, weight, bias, found, ticket, rectify)
+    return _Normalise.apply(x, weight, bias, found, ticket, rectify)
+
+
+normalise.cheap_to_run_again = True  # type: ignore[attr-defined]
+
+
+class _Normalise(torch.autograd.Function):
+    """y = (x - mean) rstd w + b; its gradient reads x and the statistics, not y."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor,
+        found: torch.Tensor,
+        ticket: torch.Tensor,
+        rectify: bool,
+    ) -> torch.Tensor:
+        """One pass over x."""
+        from . import batch_norm_kernels as kernels
+
+        ctx.save_for_backward(x, weight, bias, found)
+        ctx.ticket, ctx.rectify = ticket, rectify
+        return kernels.normalise(x, found, weight, bias, rectify)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """dx = w rstd (g - mean(g) - unit mean(g unit)), dw = sum(g unit), db = sum(g)."""
+        from . import batch_norm_kernels as kernels
+
+        x, weight, bias, found = ctx.saved_tensors
+        if grad.stride() != x.stride():
+            grad = torch.empty_like(x).copy_(grad)
+        made, sums = kernels.gradients(x, grad, found, weight, bias, ctx.ticket, ctx.rectify)
+        return made, sums[0].to(weight.dtype), sums[1].to(bias.dtype), None, None, None
+
+
+class _Fusion:
+    """The BatchNorms of a model, and which of them take their ReLU along."""
+
+    def __init__(self, model: nn.Module, ticket: torch.Tensor) -> None:
+        self._ticket = ticket
+        self._norms = [m for m in model.modules() if type(m) in _CLASSES and _fits(m)]
+        self._relus = [m for m in model.modules() if type(m) is nn.ReLU and not _hooked(m)]
+        self._fused: set[nn.Module] = set()
+        self._found: set[nn.Module] | None = None
+        self._nodes: list[tuple[nn.Module, Any]] = []
+        self._rectified: list[Any] = []
+        self._watching = False
+        self._open = 0
+
+    def install(self) -> Callable[[], None]:
+        """Put the functions into the modules; returns how to take them out."""
+        for norm in self._norms:
+            norm.forward = partial(self._normalised, norm, norm.forward)
+        for relu in self._relus:
+            relu.forward = partial(self._positive, relu.forward)  # type: ignore[method-assign]
+
+        def undo() -> None:
+            for module in (*self._norms, *self._relus):
+                del module.forward  # the class's own shows again
+
+        return undo
+
+    def run(self, plain: Callable[[Any], torch.Tensor], batch: Any) -> torch.Tensor:
+        """A forward pass: the first is looked at, those after it run what was found.
+
+        Not before the next forward pass: the backward pass in between may run this one again.
+        """
+        if self._found is not None:
+            self._fused = self._found
+        self._watching = self._found is None
+        self._open = 0
+        try:
+            loss = plain(batch)
+            if self._watching and isinstance(loss, torch.Tensor):
+                self._found = self._pairs(loss)
+        finally:
+            self._watching = False
+            self._nodes.clear()
+            self._rectified.clear()
+        if self._open:
+            raise RuntimeError(
+                "a BatchNorm's output went to a ReLU in the first step and elsewhere in this one; "
+                "train a model that changes so in fp32 or without nn.ReLU modules"
+            )
+        return loss
+
+    def _normalised(self, norm: Any, plain: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
+        if not (norm.training and x.is_cuda and x.dtype.itemsize == 2 and in_rows(x)):
+            return plain(x)
+        if x.numel() <= x.shape[1]:  # one value a channel: PyTorch's own message
+            return plain(x)
+        fused = norm in self._fused
+        running = (norm.running_mean, norm.running_var, norm.num_batches_tracked)
+        found = statistics(x, self._ticket, running, norm.momentum, norm.eps)
+        out = normalise(x, norm.weight, norm.bias, found, self._ticket, fused)
+        if fused:
+            out._is_rectified = True  # type: ignore[attr-defined]
+            self._open += 1
+        elif self._watching:
+            self._nodes.append((norm, out.grad_fn))
+        return out
+
+    def _positive(self, plain: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
+        if getattr(x, "_is_rectified", False):
+            self._open -= 1
+            return x
+        if self._watching:
+            self._rectified.append(x.grad_fn)
+        return plain(x)
+
+    def _pairs(self, loss: torch.Tensor) -> set[nn.Module]:
+        """BatchNorms all of whose outputs have one reader, an nn.ReLU."""
+        readers: dict[Any, int] = {}
+        seen, todo = set(), [loss.grad_fn]
+        while todo:
+            node = todo.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            for after, _ in node.next_functions:
+                readers[after] = readers.get(after, 0) + 1
+                todo.append(after)
+        alone = {n for n, node in self._nodes if readers.get(node) == 1 and node in self._rectified}
+        return alone - {n for n, node in self._nodes if readers.get(node) != 1}
+
+
+def _hooked(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
+
+
+def _fits(norm: Any) -> bool:
+    return (
+        norm.affine
+        and norm.track_running_stats
+        and norm.momentum is not None
+        and norm.num_features <= _BLOCKS * 128
+        and not _hooked(norm)
+    )
+
+
+def lean_batch_norm(setup: Setup) -> None:
+    """Install it where it can run: a CUDA model with BatchNorm, and Triton."""
+    device = next(setup.model.parameters()).device
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return
+    if not any(type(m) in _CLASSES for m in setup.model.modules()):
+        return
+    ticket = torch.zeros(_BLOCKS, dtype=torch.int32, device=device)
+    fusion, plain = _Fusion(setup.model, ticket), setup.run
+    setup.undo.append(fusion.install())
+    setup.run = lambda batch: fusion.run(plain, batch)

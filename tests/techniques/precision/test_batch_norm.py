@@ -1,0 +1,73 @@
+"""BatchNorm with its ReLU in one function: the kernels, and which modules are taken together."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+SHAPES = [(7, 5), (300, 16), (4, 32, 9, 7), (10, 16, 32, 32), (3, 130, 5, 5), (2, 200, 3, 4)]
+
+
+def compare(device: str) -> None:
+    """Outputs, running statistics and gradients against PyTorch's own in FP32."""
+    from shoestring.techniques.precision.batch_norm import normalise, statistics
+
+    torch.manual_seed(0)
+    ticket = torch.zeros(32, dtype=torch.int32, device=device)
+    for shape in SHAPES:
+        for rectify in (False, True):
+            form = torch.channels_last if len(shape) == 4 else torch.contiguous_format
+            channels = shape[1]
+            plain = nn.BatchNorm2d(channels) if len(shape) == 4 else nn.BatchNorm1d(channels)
+            plain = plain.to(device)
+            with torch.no_grad():
+                plain.weight.normal_(1, 0.3)
+                plain.bias.normal_(0.2, 0.3)
+            mean, var = plain.running_mean.clone(), plain.running_var.clone()
+            counter = torch.zeros((), dtype=torch.int64, device=device)
+            x = (3 + 2 * torch.randn(shape, device=device)).half().contiguous(memory_format=form)
+            grad = torch.randn(shape, device=device).half().contiguous(memory_format=form)
+            weight = plain.weight.detach().clone().requires_grad_()
+            bias = plain.bias.detach().clone().requires_grad_()
+            ours = x.clone().requires_grad_()
+            found = statistics(ours, ticket, (mean, var, counter), 0.1, plain.eps)
+            out = normalise(ours, weight, bias, found, ticket, rectify)
+            out.backward(grad)
+            theirs = x.float().requires_grad_()
+            expected = plain(theirs)
+            (F.relu(expected) if rectify else expected).backward(
+                torch.where(out.detach() > 0, grad, 0).float() if rectify else grad.float()
+            )
+            close = torch.testing.assert_close
+            close(out.float(), F.relu(expected) if rectify else expected, atol=2e-3, rtol=2e-3)
+            close(mean, plain.running_mean, atol=1e-6, rtol=1e-5)
+            close(var, plain.running_var, atol=1e-6, rtol=1e-5)
+            assert int(counter) == 1 and not ticket.any()
+            tolerance = {"atol": 5e-3, "rtol": 5e-3}
+            close(ours.grad.float(), theirs.grad, **tolerance)
+            close(weight.grad, plain.weight.grad, **tolerance)
+            close(bias.grad, plain.bias.grad, **tolerance)
+            again = statistics(x, ticket, None, 0.1, plain.eps)
+            assert torch.equal(again, found), "the same input gives the same bits"
+
+
+def test_in_the_interpreter() -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    paths = [str(Path(__file__).parent.parent), *sys.path]
+    program = "from precision.test_batch_norm import compare; compare('cpu'); print('equal')"
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True
+    )
+    assert done.stdout == "equal\n", done.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_the_gpu() -> None:
+    compare("cuda")
