@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,6 +16,9 @@ from ..techniques.base import Setup, Technique
 from ..trace.capture import Loss, check_loss, check_trainable
 from ..trace.graph import Phase
 from .graph import GraphRunner, can_capture, on_device
+
+if TYPE_CHECKING:
+    from .distributed import Parallel, Ranks
 
 
 class Step:
@@ -159,11 +162,13 @@ def apply(
     optimizer: torch.optim.Optimizer,
     *,
     loss: Loss,
+    parallel: str | Parallel | None = None,
 ) -> Step:
     """Transform the model and optimizer in place and return the step that trains them.
 
     Everything is checked before anything is changed; if a technique still fails, those before it
-    are undone and the model and optimizer are as they were.
+    are undone and the model and optimizer are as they were. `parallel`, "ddp" or "fsdp", makes it
+    one step of all ranks of the process group.
     """
     check_trainable(model)
     chosen = plan if isinstance(plan, Plan) else Plan.of(plan)
@@ -175,17 +180,28 @@ def apply(
         backward=lambda value: value.backward(),
         update=lambda: optimizer.step() and None,
     )
-    for technique in chosen.techniques:
-        technique.check(setup)
+    ranks = None if parallel is None else _ranks(parallel, chosen)
+    parts: list[Any] = list(chosen.techniques)
+    if ranks is not None:  # microbatches come last: ranks add what all of theirs accumulated
+        parts.insert(len(parts) - (chosen.microbatching is not None), ranks)
+    for part in parts:
+        part.check(setup)
     try:
-        for technique in chosen.techniques:
-            technique.apply(setup)
+        for part in parts:
+            part.apply(setup)
     except BaseException:
         for undo in reversed(setup.undo):
             undo()
         raise
     setup.undo.clear()  # it holds what the model was, in memory the plan has spent otherwise
-    return Step(setup, chosen)
+    return Step(setup, chosen) if ranks is None else ranks.step(setup)
+
+
+def _ranks(parallel: str | Parallel, plan: Plan) -> Ranks | None:
+    from .distributed import Ranks, parallel_of  # it builds on Step
+
+    chosen = parallel_of(parallel)
+    return None if chosen is None else Ranks(chosen, plan)
 
 
 def _whole(batch: Any) -> Iterator[tuple[Any, Any]]:

@@ -124,23 +124,28 @@ def group_blocks(
     """
     modules = dict(model.named_modules())
     undone: list[Callable[[], None]] = []
-    stacks = groupby(paths, key=lambda path: _stack(path, modules))
-    grouped = [p for _, stack in stacks for p in enumerate(list(stack))]
-    following = [*(position for position, _ in grouped[1:]), 0]
-    for (position, path), after in zip(grouped, following, strict=True):
-        block = modules[path]
-        last = position % size == size - 1 or after == 0
-        undone.append(
-            _wrap(
-                model, block, first=position % size == 0, last=last, nested=nested, alone=size == 1
+    for group in grouped_blocks(model, paths, size):
+        for position, path in enumerate(group):
+            first, last = position == 0, position == len(group) - 1
+            undone.append(
+                _wrap(model, modules[path], first=first, last=last, nested=nested, alone=size == 1)
             )
-        )
 
     def undo() -> None:
         for one in undone:
             one()
 
     return undo
+
+
+def grouped_blocks(model: nn.Module, paths: Sequence[str], size: int) -> list[tuple[str, ...]]:
+    """The blocks in groups of `size`, which start anew in every stack."""
+    modules = dict(model.named_modules())
+    groups: list[tuple[str, ...]] = []
+    for _, stack in groupby(paths, key=lambda path: _stack(path, modules)):
+        held = tuple(stack)
+        groups += [held[start : start + size] for start in range(0, len(held), size)]
+    return groups
 
 
 def _stack(path: str, modules: dict[str, nn.Module]) -> str:

@@ -7,6 +7,7 @@ overflows all the same shows as inf or NaN; that update is skipped and the scale
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,6 +29,8 @@ class LossScale:
         self.found_inf = torch.zeros((), dtype=torch.float32, device=device)
         self.skipped_steps = torch.zeros((), dtype=torch.int64, device=device)
         self._one = torch.ones((), dtype=torch.float32, device=device)
+        self.agree: Callable[[torch.Tensor], object] = lambda found_inf: None
+        """Called with `found_inf`: ranks that hold different gradients skip together."""
 
     def loss_is(self, dtype: torch.dtype) -> None:
         """Remember how far the scale may grow."""
@@ -41,6 +44,7 @@ class LossScale:
             by_type.setdefault(gradient.dtype, []).append(gradient)
         for group in by_type.values():  # times one: the kernel only looks
             torch._amp_foreach_non_finite_check_and_unscale_(group, self.found_inf, self._one)
+        self.agree(self.found_inf)
 
     def adjust(self) -> None:
         """Count, and move the scale."""

@@ -23,7 +23,7 @@ from .rounding import Noise
 from .scaling import LossScale
 from .twin import fused_sgd, make_twin, single
 
-_ELEMENTWISE = frozenset(
+ELEMENTWISE = frozenset(
     {
         SGD, Adam, AdamW, torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta,
         torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam,
@@ -53,7 +53,7 @@ class Update:
         self._storage = Storage(noise if scaled or stochastic else None, scaled=scaled)
         held = [p for group in optimizer.param_groups for p in group["params"]]
         self._elements = block_elements(sum(p.numel() for p in held))
-        self._elementwise = type(optimizer) in _ELEMENTWISE
+        self._elementwise = type(optimizer) in ELEMENTWISE
         self._twin = make_twin(optimizer)
 
     @torch.no_grad()

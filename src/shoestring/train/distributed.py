@@ -1,0 +1,353 @@
+"""A step on several ranks: each runs its share of the minibatch, gradients are added once.
+
+Every rank holds the model and runs its own microbatches. After the last one the gradients are
+added over the ranks, each exactly once a step, and every rank makes the same update; so weights,
+loss scale and sparse pattern stay equal without being sent. `sharding.py` splits the model too.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..errors import InputError, ShoestringError
+from ..planning.plan import Plan
+from ..techniques.base import Setup
+from ..techniques.microbatching.split import cut, examples_of
+from ..techniques.sparsity.modules import sparse_tensors
+from ..trace.blocks import is_normalization
+from ..trace.graph import Phase
+from .apply import Step
+from .sharding import Sharding, check_sharding
+
+KINDS = ("ddp", "fsdp")
+
+BUCKET_BYTES = 2**20
+"""Smaller gradients are packed into one message of about this size; larger ones go as they are."""
+
+Units = Callable[[Any], float | torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """How the ranks of a process group share a step.
+
+    `ddp`: every rank holds the whole model. `fsdp`: parameters, gradients and optimizer state are
+    split over the ranks (FSDP2). With `batches="whole"` every rank is given the same minibatch and
+    runs its share of it; with "shares" each is given its own part, as `DistributedSampler` does.
+    `weight` is what the loss is averaged over, as in `Microbatching`, and by default the same.
+    """
+
+    kind: str = "ddp"
+    batches: str = "whole"
+    weight: str | Units | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise InputError(f"unknown parallel {self.kind!r}", hint="'ddp' or 'fsdp'")
+        if self.batches not in ("whole", "shares"):
+            raise InputError(f"unknown batches {self.batches!r}", hint="'whole' or 'shares'")
+
+
+def ranks() -> int:
+    """How many processes train together; 1 where there is no process group."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def rank() -> int:
+    """This process among them; 0 writes what there is to write."""
+    return dist.get_rank() if ranks() > 1 else 0
+
+
+def share_of(examples: int, rank: int, ranks: int, unit: int = 1) -> tuple[int, int]:
+    """First and last (exclusive) example of a rank's share, in whole microbatches of `unit`.
+
+    So every microbatch, and what BatchNorm sees, is the one that a single process would run; only
+    where there are fewer microbatches than ranks are they cut.
+    """
+    if examples < ranks:
+        raise InputError(
+            f"a minibatch of {examples} has no share for each of {ranks} ranks",
+            hint="a larger minibatch, or fewer ranks",
+        )
+    blocks = -(-examples // unit)
+    if blocks < ranks:
+        blocks, unit = examples, 1
+    bounds = [min(unit * (blocks * r // ranks), examples) for r in (rank, rank + 1)]
+    return bounds[0], bounds[1]
+
+
+class Shares:
+    """batch → this rank's part of it and its weight, in place of the whole batch."""
+
+    def __init__(self, parallel: Parallel, plan: Plan) -> None:
+        micro = plan.microbatching
+        self._whole = parallel.batches == "whole"
+        self._unit = 1 if micro is None else micro.size
+        self._units = parallel.weight or ("examples" if micro is None else micro.weight)
+
+    def __call__(self, batch: Any) -> Iterator[tuple[Any, float | torch.Tensor]]:
+        examples = examples_of(batch)
+        if examples is None:
+            raise InputError(
+                "the batch has no tensor to share between the ranks",
+                hint="shares are cut along the first dimension of every tensor",
+            )
+        if not self._whole:
+            yield batch, self._fraction(batch, examples)
+            return
+        start, stop = share_of(examples, rank(), ranks(), self._unit)
+        part = cut(batch, start, stop)
+        if callable(self._units):
+            yield part, self._units(part) / self._units(batch)
+        else:
+            yield part, (stop - start) / examples
+
+    def _fraction(self, batch: Any, examples: int) -> torch.Tensor:
+        """Of all that the ranks were given; nobody waits for the device."""
+        own = self._units(batch) if callable(self._units) else examples
+        device = _communication_device()
+        mine = torch.as_tensor(own, dtype=torch.float64).to(device)
+        total = mine.clone()
+        dist.all_reduce(total)
+        return mine / total
+
+
+class Reduction:
+    """Adds the gradients of some parameters over the ranks, each of them once."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._parameters = [p for p in parameters if p.requires_grad]
+        self._used: list[bool] | None = None
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        """The sums, in place; to be called when the last microbatch has run."""
+        if self._used is None:
+            self._used = self._agreed()
+        gradients = []
+        for parameter, used in zip(self._parameters, self._used, strict=True):
+            if parameter.grad is None and used:
+                parameter.grad = torch.zeros_like(parameter)
+            if parameter.grad is not None:
+                _check_gradient(parameter.grad, used)
+                gradients.append(parameter.grad)
+        add_over_ranks(gradients)
+
+    def _agreed(self) -> list[bool]:
+        """Which parameters have a gradient on any rank, asked once: at the first step."""
+        own = [parameter.grad is not None for parameter in self._parameters]
+        flags = torch.tensor(own, dtype=torch.int32, device=_communication_device())
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        return [bool(flag) for flag in flags.tolist()]
+
+
+def _check_gradient(gradient: torch.Tensor, used: bool) -> None:
+    if gradient.layout is not torch.strided:
+        raise InputError(
+            "an embedding with sparse=True cannot train on several ranks",
+            hint="build it with sparse=False",
+        )
+    if not used:
+        raise InputError(
+            "a parameter has a gradient that no rank had at the first step",
+            hint="every step must use the parameters of the first",
+        )
+
+
+def add_over_ranks(tensors: Sequence[torch.Tensor]) -> None:
+    """The sum over the ranks, in place: large tensors as they are, small ones packed by type."""
+    packs: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if tensor.nbytes >= BUCKET_BYTES and tensor.is_contiguous():
+            dist.all_reduce(tensor)
+            continue
+        pack = packs.setdefault(tensor.dtype, [])
+        pack.append(tensor)
+        if sum(t.nbytes for t in pack) >= BUCKET_BYTES:
+            _add_packed(packs.pop(tensor.dtype))
+    for pack in packs.values():
+        _add_packed(pack)
+
+
+def _add_packed(pack: list[torch.Tensor]) -> None:
+    flat = torch.cat([tensor.reshape(-1) for tensor in pack])
+    dist.all_reduce(flat)
+    for tensor, part in zip(pack, flat.split([t.numel() for t in pack]), strict=True):
+        tensor.copy_(part.view(tensor.shape))
+
+
+@torch.no_grad()
+def average_statistics(model: nn.Module) -> None:
+    """BatchNorm's running statistics become their mean over the ranks.
+
+    Each rank tracks the microbatches it ran. A running average is linear, so it does not matter
+    for later ones when, or how often, the mean is taken.
+    """
+    running = [
+        buffer
+        for module in model.modules()
+        if is_normalization(module)
+        for buffer in module.buffers(recurse=False)
+        if buffer.is_floating_point()
+    ]
+    add_over_ranks(running)
+    for buffer in running:
+        buffer.div_(ranks())
+
+
+class SamePattern:
+    """After every rewiring: all ranks must have the same nonzeros."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._model, self._rewiring = setup.model, setup.state["sparsity"]
+        self._seen = 0
+
+    def __call__(self) -> bool:
+        """Compare a checksum of the indexes; changes nothing."""
+        rewirings = self._rewiring.rewirings  # type: ignore[attr-defined]
+        if rewirings == self._seen:
+            return False
+        self._seen = rewirings
+        own = 0
+        for tensor in sparse_tensors(self._model).values():
+            own = zlib.crc32(tensor.index.cpu().numpy().tobytes(), own)
+        both = torch.tensor([own, -own], device=_communication_device())
+        dist.all_reduce(both, op=dist.ReduceOp.MAX)
+        if int(both[0]) != -int(both[1]):
+            raise ShoestringError(
+                "the ranks rewired their sparse weights differently",
+                hint="all ranks need the same device, library versions and values",
+            )
+        return False
+
+
+class Ranks:
+    """Makes a setup one of several ranks; applied after what changes tensors, before microbatches.
+
+    There the gradients of all microbatches are complete, and no update has seen them.
+    """
+
+    def __init__(self, parallel: Parallel, plan: Plan) -> None:
+        self._parallel, self._plan = parallel, plan
+        self._sharding: Sharding | None = None
+
+    def check(self, setup: Setup) -> None:
+        """A bare model on one device, and for `fsdp` a plan that can be split."""
+        if isinstance(setup.model, DistributedDataParallel):
+            raise InputError(
+                "the model is wrapped in DistributedDataParallel",
+                hint="give the bare model; parallel= adds the gradients itself",
+            )
+        if self._parallel.kind == "fsdp":
+            check_sharding(setup, self._plan)
+
+    def apply(self, setup: Setup) -> None:
+        """Start from rank 0's tensors; share every batch, add gradients before the update."""
+        with torch.no_grad():
+            for tensor in (*setup.model.parameters(), *setup.model.buffers()):
+                dist.broadcast(tensor.data, 0)
+        setup.split = Shares(self._parallel, self._plan)
+        plain_update = setup.update
+        if self._parallel.kind == "fsdp":
+            self._sharding = Sharding(setup, self._plan)
+        elif "sparsity" in setup.state:
+            setup.after_update.append(SamePattern(setup))
+        whole = self._sharding
+        reduce = Reduction(setup.model.parameters() if whole is None else whole.replicated)
+
+        def update() -> None:
+            reduce()
+            if whole is not None:
+                whole.hand_over()
+            plain_update()
+
+        setup.update = update
+
+    def step(self, setup: Setup) -> ParallelStep:
+        """The step, once every technique has been applied."""
+        return ParallelStep(setup, self._plan, self._sharding)
+
+
+class ParallelStep(Step):
+    """A step that several ranks make together: all of them must call each of its methods."""
+
+    def __init__(self, setup: Setup, plan: Plan, sharding: Sharding | None) -> None:
+        super().__init__(setup, plan)
+        self._graph = None  # the collectives in a step are not captured
+        self._sharding = sharding
+        if sharding is not None:
+            setup.split = sharding.announced(setup.split)
+
+    def _compute(
+        self, batch: Any, entering: Callable[[Phase], None] = lambda phase: None
+    ) -> torch.Tensor:
+        loss = super()._compute(batch, entering)
+        dist.all_reduce(loss)
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that outlives a step, whole: any number of ranks can go on from it.
+
+        Under `fsdp` rank 0 gets it, on the host, and the others an empty dict.
+        """
+        average_statistics(self.model)
+        if self._sharding is None:
+            return super().state_dict()
+        own = {name: item.state_dict() for name, item in self._setup.state.items()}
+        return self._sharding.state_dict(own)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a `state_dict` of any number of ranks; every rank is given all of it."""
+        if self._sharding is not None:
+            state = self._sharding.own_part(state)
+        super().load_state_dict(state)
+
+
+def launched() -> int:
+    """The number of processes that torchrun started; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+@contextmanager
+def process_group(device: torch.device) -> Iterator[torch.device]:
+    """Join the processes torchrun started; this one's device. Without torchrun, do nothing."""
+    if launched() == 1 or dist.is_initialized():
+        yield device
+        return
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        yield device
+    finally:
+        dist.destroy_process_group()
+
+
+def parallel_of(given: str | Parallel | None) -> Parallel | None:
+    """What was asked for; None where one process trains alone."""
+    if given is None:
+        return None
+    chosen = Parallel(given) if isinstance(given, str) else given
+    if not (dist.is_available() and dist.is_initialized()):
+        raise InputError(
+            f"parallel={chosen.kind!r} needs a process group",
+            hint="start with torchrun, and call torch.distributed.init_process_group() first",
+        )
+    return chosen if ranks() > 1 else None
+
+
+def _communication_device() -> torch.device:
+    """Where the process group's tensors must lie."""
+    nccl = "nccl" in str(dist.get_backend())
+    return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
