@@ -10,6 +10,7 @@ from shoestring.errors import (
     ShoestringError,
     SizeError,
     TraceError,
+    TrainingStopped,
     UnknownOperationWarning,
     VerificationError,
     render,
@@ -22,6 +23,7 @@ EXIT_STATUS = {
     TraceError: 2,
     BudgetError: 1,
     VerificationError: 1,
+    TrainingStopped: 1,
 }
 
 

@@ -24,6 +24,7 @@ from .options import (
     Microbatch,
     ModelName,
     OptimizerName,
+    PlanFile,
     PrecisionKind,
     planned,
     techniques,
@@ -134,9 +135,7 @@ def profile(
 )
 def verify(
     model: ModelName,
-    plan: Annotated[
-        str | None, typer.Option(help="File of a plan, TOML or JSON, in place of technique flags.")
-    ] = None,
+    plan: PlanFile = None,
     input: Inputs = None,
     batch: Batch = None,
     optimizer: OptimizerName = None,
@@ -182,6 +181,110 @@ def verify(
     else:
         typer.echo(f"{model} · {target.batch_size} {target.batch_unit} · {name}\n{result}")
     result.check()
+
+
+@app.command(
+    epilog="""Examples:
+
+`shoestring train wrn-10-1 --data digits`
+
+`shoestring train wrn-28-2 --data cifar10 --data-dir data --precision fp16 --density 0.3`
+
+`shoestring train wrn-28-2 --data cifar10 --plan plan.toml --out runs/first --resume`
+"""
+)
+def train(
+    model: ModelName,
+    data: Annotated[str, typer.Option(help="digits or cifar10.")],
+    data_dir: Annotated[
+        str | None, typer.Option(help="Folder of the data; by default $SHOESTRING_DATA.")
+    ] = None,
+    split: Annotated[
+        str, typer.Option(help="What is evaluated: test, or validation out of the training set.")
+    ] = "test",
+    plan: PlanFile = None,
+    budget: Annotated[
+        str | None, typer.Option(help="Plan for a peak of this size, such as '13 MB'.")
+    ] = None,
+    density: Density = None,
+    precision: PrecisionKind = None,
+    microbatch: Microbatch = None,
+    simulated: Annotated[
+        bool, typer.Option("--simulated", help="Microbatches only for BatchNorm's statistics.")
+    ] = False,
+    checkpoint: Checkpoint = None,
+    epochs: Annotated[int | None, typer.Option(help="By default the recipe's.")] = None,
+    batch: Batch = None,
+    lr: Annotated[
+        float | None, typer.Option(help="Learning rate of the first epochs; by default tuned.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of weights, data and techniques.")] = 0,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; by default cuda.")] = None,
+    channels_last: Annotated[
+        bool | None,
+        typer.Option("--channels-last/--channels-first", help="By default last on cuda."),
+    ] = None,
+    tf32: Annotated[bool, typer.Option("--tf32", help="Let FP32 be TF32 on cuda.")] = False,
+    cudnn_benchmark: Annotated[
+        bool, typer.Option("--cudnn-benchmark", help="Try kernels: faster, in more memory.")
+    ] = False,
+    data_on: Annotated[
+        str, typer.Option(help="host or device; auto: on the device up to 2 GB.")
+    ] = "auto",
+    eval_every: Annotated[int, typer.Option(help="Epochs between evaluations.")] = 1,
+    eval_batch: Annotated[int, typer.Option(help="Images evaluated at once.")] = 1000,
+    out: Annotated[
+        str | None, typer.Option(help="Folder of the run; by default runs/MODEL-DATA-TIME.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the last snapshot in --out, if any.")
+    ] = False,
+    snapshot_every: Annotated[
+        int | None, typer.Option(help="Updates between snapshots; by default one epoch's.")
+    ] = None,
+    stop_after: Annotated[
+        str | None, typer.Option(help="Stop, resumable, after so many epochs, or '300 steps'.")
+    ] = None,
+    tensorboard: Annotated[
+        bool, typer.Option("--tensorboard", help="Write TensorBoard's files, too.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Train to the end: recorded, measured, and resumable to the bit."""
+    from .train.command import Call, start
+
+    result = start(
+        Call(
+            model=model,
+            data=data,
+            data_dir=data_dir,
+            split=split,
+            plan=plan,
+            budget=budget,
+            density=density,
+            precision=precision,
+            microbatch=microbatch,
+            simulated=simulated,
+            checkpoint=checkpoint,
+            epochs=epochs,
+            batch=batch,
+            learning_rate=lr,
+            seed=seed,
+            device=device,
+            channels_last=channels_last,
+            tf32=tf32,
+            cudnn_benchmark=cudnn_benchmark,
+            data_on=data_on,
+            evaluate_every=eval_every,
+            evaluation_batch=eval_batch,
+            out=out,
+            resume=resume,
+            snapshot_every=snapshot_every,
+            stop_after=stop_after,
+            tensorboard=tensorboard,
+        )
+    )
+    typer.echo(json.dumps(result.event) if as_json else str(result))
 
 
 def show_profile(settings: dict[str, Any], result: Any) -> None:

@@ -6,7 +6,8 @@ Exception
     │   └── SizeError            a size that cannot be read
     ├── TraceError               the model could not be traced
     ├── BudgetError              exit 1: nothing fits the budget
-    └── VerificationError        exit 1: what was measured is not what was promised
+    ├── VerificationError        exit 1: what was measured is not what was promised
+    └── TrainingStopped          exit 1: a run ended early; 130 or 143 by a signal
 
 UserWarning
 ├── NoEffectWarning              a setting matched nothing in the model
@@ -49,6 +50,16 @@ class VerificationError(ShoestringError):
     """A measured step differs from the predicted or the plain one."""
 
     exit_status = 1
+
+
+class TrainingStopped(ShoestringError):
+    """A run that ended before its last step; its snapshots are good."""
+
+    exit_status = 1
+
+    def __init__(self, message: str, hint: str | None = None, exit_status: int = 1) -> None:
+        super().__init__(message, hint)
+        self.exit_status = exit_status  # type: ignore[misc]
 
 
 class NoEffectWarning(UserWarning):

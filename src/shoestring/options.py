@@ -32,6 +32,9 @@ Microbatch = Annotated[int | None, typer.Option(help="Examples (or tokens) that 
 Checkpoint = Annotated[
     str | None, typer.Option(help="none, no-bn, every-M, residual-M or 'residual-M*'.")
 ]
+PlanFile = Annotated[
+    str | None, typer.Option(help="File of a plan, TOML or JSON, in place of technique flags.")
+]
 LossName = Annotated[
     str | None, typer.Option(help="module:function(model, batch) for an imported model.")
 ]

@@ -1,6 +1,7 @@
 """The built-in models by name, each with a batch, a loss and the report's optimizer.
 
-`wrn-D-W` is a wide residual network of any legal depth and width, `dc-transformer` the report's
+`wrn-D-W` is a wide residual network of any legal depth and width (`wrn-D-W-pool`: its shortcuts
+average where they would take every second pixel), `dc-transformer` the report's
 translation model, and `dc-transformer-width-W`, `dc-transformer-decoder-L` its smaller baselines.
 """
 
@@ -25,7 +26,12 @@ from shoestring.models.dynamic_conv import (
     dc_transformer,
     label_smoothed_loss,
 )
-from shoestring.models.wide_resnet import blocks_per_group, group_channels, wide_resnet
+from shoestring.models.wide_resnet import (
+    Shortcut,
+    blocks_per_group,
+    group_channels,
+    wide_resnet,
+)
 
 __all__ = ["BuiltinModel", "builtin", "builtin_names"]
 
@@ -60,11 +66,12 @@ class BuiltinModel:
 
 def builtin(name: str) -> BuiltinModel:
     """The built-in model of that name; `InputError` if there is none."""
-    if match := re.fullmatch(r"wrn-(\d+)-(\d+(?:\.\d+)?)", name):
+    if match := re.fullmatch(r"wrn-(\d+)-(\d+(?:\.\d+)?)(-pool)?", name):
         depth, width = int(match[1]), float(match[2])
         blocks_per_group(depth)
         group_channels(width)
-        build = partial(wide_resnet, depth, width)
+        shortcut: Shortcut = "pool" if match[3] else "strided"
+        build = partial(wide_resnet, depth, width, shortcut=shortcut)
         return BuiltinModel(name, build, image_batch, image_loss, 100, "images", "sgd")
     if match := re.fullmatch(r"dc-transformer(?:-(width|decoder)-(\d+))?", name):
         field = {"width": "width", "decoder": "decoder_layers", None: None}[match[1]]

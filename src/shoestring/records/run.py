@@ -1,0 +1,139 @@
+"""`records.jsonl`: config, plan, seed, every evaluation, predicted and measured bytes."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..errors import InputError
+
+FILE = "records.jsonl"
+
+TIMES = frozenset({"time", "seconds", "step_seconds", "host"})
+"""Fields that differ from run to run; everything else is the same for the same command."""
+
+Event = dict[str, Any]
+
+
+class Records:
+    """Appends events to a run's file; each is on the disk before `write` returns."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / FILE
+        self._file = self.path.open("ab")
+
+    def write(self, event: str, **fields: Any) -> Event:
+        """One line: what happened, when, and the fields."""
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        made = {"event": event, "time": now, **fields}
+        # A line in one write; a reader of a running file sees whole lines.
+        self._file.write((json.dumps(made, ensure_ascii=False) + "\n").encode())
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        return made
+
+    @property
+    def size_bytes(self) -> int:
+        """Where the next event will begin; a snapshot remembers it."""
+        return self._file.tell()
+
+    def truncate(self, size_bytes: int) -> None:
+        """Forget the events after a snapshot: they will happen again."""
+        held = self.path.stat().st_size
+        if held < size_bytes:
+            raise InputError(
+                f"{self.path} has {held:,} bytes, the snapshot was made after {size_bytes:,}",
+                hint="the file was shortened by hand; start again in another folder",
+            )
+        self._file.truncate(size_bytes)
+        self._file.seek(size_bytes)
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """No more events."""
+        self._file.close()
+
+
+def read(path: str | Path) -> list[Event]:
+    """The events of a run: of its folder or its file."""
+    file = Path(path) / FILE if Path(path).is_dir() else Path(path)
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise InputError(f"cannot read {file}: {error.strerror}") from None
+    events = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            events.append(json.loads(line))
+        except ValueError:
+            raise InputError(f"{file}, line {number} is no event") from None
+    return events
+
+
+def strip_times(events: Iterable[Event]) -> list[Event]:
+    """What must be equal when a run is made again, or interrupted and resumed.
+
+    Without wall times, what describes the machine, and the notes that it was resumed.
+    """
+    return [
+        {key: value for key, value in event.items() if key not in TIMES}
+        for event in events
+        if event["event"] != "resume"
+    ]
+
+
+def provenance(device: torch.device) -> dict[str, Any]:
+    """Where numbers come from: versions, device, what decides the arithmetic, revision."""
+    from .. import __version__
+
+    made: dict[str, Any] = {
+        "shoestring": __version__,
+        "git_revision": git_revision(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "platform": platform.platform(),
+        "command": sys.argv,
+        "device": str(device),
+        "threads": torch.get_num_threads(),
+    }
+    if device.type == "cuda":
+        made["device_name"] = torch.cuda.get_device_name(device)
+        made["cuda"] = torch.version.cuda
+        made["cudnn"] = torch.backends.cudnn.version()
+        made["tf32"] = {
+            "convolutions": torch.backends.cudnn.allow_tf32,
+            "matrix_products": torch.backends.cuda.matmul.allow_tf32,
+        }
+        made["cublas_workspace"] = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+        made["cudnn_benchmark"] = torch.backends.cudnn.benchmark
+    return made
+
+
+def git_revision() -> str | None:
+    """Of the code that runs, with a + where it was changed since; None where nobody knows.
+
+    Outside of a repository (in a container, say) the variable SHOESTRING_REVISION can name it.
+    """
+    here = Path(__file__).parent
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(
+            ["git", *arguments], cwd=here, capture_output=True, text=True, check=True, timeout=10
+        ).stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", ".")
+        return git("rev-parse", "HEAD") + ("+" if changed else "")
+    except (OSError, subprocess.SubprocessError):
+        return os.environ.get("SHOESTRING_REVISION")

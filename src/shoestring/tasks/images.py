@@ -1,0 +1,169 @@
+"""Images to train on, and their way to the device: order, crops and flips from (seed, epoch)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..errors import InputError
+
+Batch = tuple[Tensor, Tensor]
+
+DEVICE_LIMIT_BYTES = 2 * 10**9
+"""A larger data set stays on the host, and its batches are sent one by one."""
+
+
+@dataclass(frozen=True)
+class ImageTask:
+    """Labelled 8-bit images, of shape (n, channels, height, width), on the host."""
+
+    name: str
+    split: str
+    """What the second set is: test or validation."""
+    images: Tensor
+    labels: Tensor
+    held_out_images: Tensor
+    held_out_labels: Tensor
+    classes: int
+    mean: tuple[float, ...]
+    """Of each channel, of numbers in [0, 1]."""
+    deviation: tuple[float, ...]
+    padding: int
+    """A crop of the original size is drawn from the image with so many black pixels around it."""
+    flip: bool
+    """Half of the images are mirrored, left to right."""
+
+    @property
+    def data_bytes(self) -> int:
+        """Of all images and labels."""
+        tensors = (self.images, self.labels, self.held_out_images, self.held_out_labels)
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+    def with_validation(self, count: int, seed: int) -> ImageTask:
+        """The same task with `count` training images, drawn by `seed`, held out in place of test's.
+
+        The rest stays in its order.
+        """
+        drawn = torch.randperm(len(self.images), generator=_generator(seed, _SPLIT))
+        held_out, left = drawn[:count].sort().values, drawn[count:].sort().values
+        return replace(
+            self,
+            split="validation",
+            images=self.images[left],
+            labels=self.labels[left],
+            held_out_images=self.images[held_out],
+            held_out_labels=self.labels[held_out],
+        )
+
+
+_SPLIT, _ORDER = 1, 2
+"""What a seed is used for, so that no two uses draw the same numbers."""
+
+
+def _generator(seed: int, *purpose: int) -> torch.Generator:
+    """A stream on the CPU that depends on nothing but these numbers."""
+    state = np.random.SeedSequence([seed, *purpose]).generate_state(1, np.uint64)
+    return torch.Generator().manual_seed(int(state[0] >> np.uint64(1)))
+
+
+class Feed:
+    """Batches of a task on a device: gathered, cropped, mirrored and normalised there.
+
+    Every epoch draws its order, crops and flips on the CPU from (seed, epoch) alone: any batch of
+    any epoch can be made again, on any device. An epoch leaves out what does not fill a last
+    batch, other images each time, so that every batch has the same shape.
+    """
+
+    def __init__(
+        self,
+        task: ImageTask,
+        batch: int,
+        *,
+        seed: int,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+        channels_last: bool = False,
+        device_limit_bytes: int = DEVICE_LIMIT_BYTES,
+    ) -> None:
+        if not 1 <= batch <= len(task.images):
+            raise InputError(
+                f"a batch of {batch} from {len(task.images):,} training images",
+                hint=f"from 1 to {len(task.images):,}",
+            )
+        self.task, self.batch_size, self.seed, self.device = task, batch, seed, device
+        self.steps_per_epoch = len(task.images) // batch
+        self.streams = device.type != "cpu" and task.data_bytes > device_limit_bytes
+        """Whether the data stays on the host."""
+        home = torch.device("cpu") if self.streams else device
+        self._images, self._labels = task.images.to(home), task.labels.to(home)
+        self._held_out = task.held_out_images.to(home), task.held_out_labels.to(home)
+        self._dtype = dtype
+        self._format = torch.channels_last if channels_last else torch.contiguous_format
+        self._epoch: int | None = None
+        self._make_tables()
+
+    @property
+    def resident_bytes(self) -> int:
+        """Of the data set, on the device, the whole time."""
+        return 0 if self.streams or self.device.type == "cpu" else self.task.data_bytes
+
+    def _make_tables(self) -> None:
+        """Rows and columns of every crop, mirrored ones behind the others; the normalisation."""
+        task = self.task
+        channels, height, width = task.images.shape[1:]
+        starts = torch.arange(2 * task.padding + 1)
+        rows = starts[:, None] + torch.arange(height)
+        columns = starts[:, None] + torch.arange(width)
+        self._rows = rows.to(self.device)
+        self._columns = torch.cat([columns, columns.flip(1)]).to(self.device)
+        self._example = torch.arange(self.batch_size, device=self.device).view(-1, 1, 1, 1)
+        self._channel = torch.arange(channels, device=self.device).view(1, -1, 1, 1)
+        deviation = torch.tensor(task.deviation, device=self.device).view(1, -1, 1, 1)
+        self._scale = 1 / (255 * deviation)
+        self._shift = -torch.tensor(task.mean, device=self.device).view(1, -1, 1, 1) / deviation
+
+    def _start(self, epoch: int) -> None:
+        """Draw what an epoch needs, and send it at once."""
+        count, crops = len(self.task.images), 2 * self.task.padding + 1
+        generator = _generator(self.seed, _ORDER, epoch)
+        order = torch.randperm(count, generator=generator)
+        rows = torch.randint(crops, (count,), generator=generator)
+        columns = torch.randint(crops, (count,), generator=generator)
+        if self.task.flip:
+            columns += crops * torch.randint(2, (count,), generator=generator)
+        self._order = order.to(self._images.device)
+        self._drawn_rows, self._drawn_columns = rows.to(self.device), columns.to(self.device)
+        self._epoch = epoch
+
+    def batch(self, epoch: int, number: int) -> Batch:
+        """Batch `number` of an epoch, both counted from 0."""
+        if epoch != self._epoch:
+            self._start(epoch)
+        part = slice(number * self.batch_size, (number + 1) * self.batch_size)
+        chosen = self._order[part]
+        images = self._sent(self._images.index_select(0, chosen))
+        labels = self._sent(self._labels.index_select(0, chosen))
+        rows = self._rows[self._drawn_rows[part]][:, None, :, None]
+        columns = self._columns[self._drawn_columns[part]][:, None, None, :]
+        padded = F.pad(images, (self.task.padding,) * 4)
+        return self._normalised(padded[self._example, self._channel, rows, columns]), labels
+
+    def held_out(self, batch: int) -> Iterator[Batch]:
+        """The images to evaluate on, as they are, in batches of at most `batch`."""
+        for images, labels in zip(*(t.split(batch) for t in self._held_out), strict=True):
+            yield self._normalised(self._sent(images)), self._sent(labels)
+
+    def _normalised(self, images: Tensor) -> Tensor:
+        wide = torch.addcmul(self._shift, images.to(torch.float32), self._scale)
+        return wide.to(self._dtype, memory_format=self._format)
+
+    def _sent(self, tensor: Tensor) -> Tensor:
+        if not self.streams:
+            return tensor
+        # Pinned memory is used again only when the copy is done: the allocator sees to that.
+        return tensor.pin_memory().to(self.device, non_blocking=True)

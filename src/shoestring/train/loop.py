@@ -1,0 +1,159 @@
+"""`train`: settings → a finished run in a folder, with records and snapshots. Fits one screen."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from ..errors import TrainingStopped
+from ..records.run import Event, Records, provenance
+from ..tasks.images import DEVICE_LIMIT_BYTES, ImageTask
+from . import snapshot
+from .board import Board
+from .display import Display
+from .folder import run_folder
+from .settings import Settings
+from .trainer import Trainer
+
+
+def train(
+    settings: Settings,
+    task: ImageTask,
+    out: str | Path,
+    *,
+    device: torch.device,
+    resume: bool = False,
+    snapshot_every: int | None = None,
+    stop_after: int | None = None,
+    tensorboard: bool = False,
+    device_limit_bytes: int = DEVICE_LIMIT_BYTES,
+) -> Event:
+    """Train to the end, or go on to it; returns the last event, with the summary.
+
+    `snapshot_every` and `stop_after` count updates; by default there is one snapshot an epoch.
+    """
+    with run_folder(Path(out), resume=resume) as folder:
+        state = _latest(folder) if resume else None
+        trainer = Trainer(
+            settings, task, device, predict=state is None, device_limit_bytes=device_limit_bytes
+        )
+        records = _begin(folder, trainer, state)
+        every = snapshot_every or trainer.feed.steps_per_epoch
+        last = min(trainer.updates, stop_after or trainer.updates)
+        with Display(trainer) as display, Board(folder, tensorboard) as board, _signals() as asked:
+            while trainer.done < last:
+                trainer.advance()
+                if trainer.at_end_of_epoch and (
+                    trainer.epoch % settings.evaluate_every == 0 or trainer.done == trainer.updates
+                ):
+                    _check(trainer, folder)
+                    event = records.write("evaluation", **trainer.evaluate())
+                    display.evaluated(event)
+                    board.evaluated(event)
+                elif display.due():
+                    _check(trainer, folder)
+                    display.show()
+                if trainer.done % every == 0 or trainer.done == last or asked:
+                    _check(trainer, folder)
+                    _save(folder, trainer, records)
+                if asked:
+                    raise _stopped_by(asked[0], trainer, folder)
+        return _finish(trainer, records, folder)
+
+
+def _latest(folder: Path) -> dict[str, Any] | None:
+    state, damaged = snapshot.load_latest(folder)
+    for what in damaged:
+        print(f"warning: {what}; going on from the one before", file=sys.stderr)
+    if state is None:
+        print(f"no snapshot in {folder}: starting from the beginning", file=sys.stderr)
+    return state
+
+
+def _begin(folder: Path, trainer: Trainer, state: dict[str, Any] | None) -> Records:
+    """Write the first event, or drop those that will happen again."""
+    records = Records(folder)
+    if state is None:
+        records.truncate(0)
+        records.write(
+            "start",
+            settings=trainer.settings.as_dict(),
+            parameters=trainer.parameters,
+            updates=trainer.updates,
+            predicted=trainer.predicted,
+            host=provenance(trainer.device),
+        )
+        return records
+    trainer.load_state_dict(state)
+    records.truncate(state["records_bytes"])
+    records.write("resume", step=trainer.done, host=provenance(trainer.device))
+    return records
+
+
+def _save(folder: Path, trainer: Trainer, records: Records) -> None:
+    state = {**trainer.state_dict(), "records_bytes": records.size_bytes}
+    snapshot.save(folder, trainer.done, state)
+
+
+def _check(trainer: Trainer, folder: Path) -> None:
+    """Stop before a broken state is evaluated or saved."""
+    what = trainer.trouble()
+    if what is None:
+        return
+    held = snapshot.found(folder)
+    rate = trainer.step.optimizer.param_groups[0]["lr"]
+    kept = f"the last good snapshot is {held[-1].name}" if held else "there is no snapshot yet"
+    raise TrainingStopped(
+        f"{what} (learning rate {rate:g}); {kept}",
+        hint="a smaller --lr, or --precision fp32 where it was a 16-bit one, in another --out",
+    )
+
+
+def _finish(trainer: Trainer, records: Records, folder: Path) -> Event:
+    measured = {
+        "step": trainer.done,
+        "epoch": trainer.epoch,
+        "accuracy": trainer.accuracy,
+        "best_accuracy": trainer.best_accuracy,
+        "best_epoch": trainer.best_epoch,
+        "predicted": trainer.predicted,
+        "measured_peak_bytes": trainer.measured_peak_bytes,
+        "seconds": round(trainer.total_seconds, 3),
+    }
+    if trainer.done < trainer.updates:
+        return {"event": "stopped", "folder": str(folder), **measured}
+    end = records.write("end", **measured)
+    records.close()
+    return {**end, "folder": str(folder)}
+
+
+@contextmanager
+def _signals() -> Iterator[list[int]]:
+    """A list that gets the number of a signal to end: the step under way is finished first."""
+    asked: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        asked.append(number)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _stopped_by(number: int, trainer: Trainer, folder: Path) -> TrainingStopped:
+    return TrainingStopped(
+        f"stopped by {signal.Signals(number).name} after update {trainer.done:,} of "
+        f"{trainer.updates:,}; everything is in {folder}",
+        hint="go on with --resume",
+        exit_status=128 + number,
+    )

@@ -1,0 +1,146 @@
+"""Settings: all that decides what a run computes; a resumed run must have the same."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import nn
+
+from ..errors import InputError
+from ..models import builtin, image_loss
+from ..planning.plan import Plan
+from ..target import resolve
+from ..techniques import Checkpointing, Microbatching, Precision, Sparsity
+from ..trace.capture import Loss
+from .recipes import base_name, learning_rate_at, recipe_for, rewiring_schedule
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A model, its data, how it is trained, and under which plan."""
+
+    model: str
+    data: str
+    plan: Plan
+    epochs: int
+    batch: int
+    learning_rate: float
+    """Of the first epochs."""
+    drops: tuple[float, ...]
+    drop_factor: float
+    momentum: float
+    weight_decay: float
+    split: str = "test"
+    seed: int = 0
+    evaluate_every: int = 1
+    """Epochs; the last one is always evaluated."""
+    evaluation_batch: int = 1000
+    channels_last: bool = False
+    tf32: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "batch", "evaluate_every", "evaluation_batch"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name.replace('_', ' ')} {getattr(self, name)} is below 1")
+        if not 0 <= self.seed < 2**63:
+            raise InputError(f"seed {self.seed} is not a whole number from 0")
+        if not self.learning_rate > 0:
+            raise InputError(f"learning rate {self.learning_rate:g} is not above 0")
+
+    def learning_rate_at(self, epoch: int) -> float:
+        """Of an epoch counted from 0."""
+        return learning_rate_at(
+            epoch, self.epochs, self.learning_rate, self.drops, self.drop_factor
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, the same after a round through JSON."""
+        values = {**asdict(self), "plan": self.plan.to_dict(), "drops": list(self.drops)}
+        return values
+
+    def check_same(self, other: dict[str, Any]) -> None:
+        """InputError if a run that began with `other` cannot go on with these."""
+        mine = self.as_dict()
+        for name in mine.keys() | other.keys():
+            if mine.get(name) != other.get(name):
+                raise InputError(
+                    f"the run has {name.replace('_', ' ')} {other.get(name)}, not {mine.get(name)}",
+                    hint="resume with the settings it began with, or start in another folder",
+                )
+
+
+def settings_for(
+    model: str,
+    data: str,
+    *,
+    images: int,
+    plan: Plan | None = None,
+    density: float | None = None,
+    precision: str | None = None,
+    microbatch: int | None = None,
+    simulated: bool = False,
+    checkpoint: str | None = None,
+    epochs: int | None = None,
+    batch: int | None = None,
+    learning_rate: float | None = None,
+    seed: int = 0,
+    **others: Any,
+) -> Settings:
+    """Fill in what is not given from the recipe of the data: report, Appendix B.
+
+    Learning rate and rewiring are those the report tuned for the density. Techniques that are
+    flags take the run's seed, and the rewiring schedule is scaled to its number of updates; a
+    `plan` is taken as it is. `images` is the number there is to train on.
+    """
+    recipe = recipe_for(data)
+    epochs = recipe.epochs if epochs is None else epochs
+    batch = recipe.batch if batch is None else batch
+    if simulated and microbatch is None:
+        raise InputError("--simulated needs the size of the microbatches", hint="--microbatch 10")
+    updates = epochs * (images // max(batch, 1))
+    if plan is None:
+        sparse = 1.0 if density is None else density
+        tuned = recipe.multipliers(base_name(model), sparse)
+        plan = Plan(
+            sparsity=None if density is None else Sparsity(
+                density,
+                seed=seed,
+                fraction_multiplier=tuned.rewire_fraction,
+                frequency_multiplier=tuned.rewire_frequency,
+                schedule=rewiring_schedule(updates),
+            ),
+            precision=None if precision is None else Precision(precision, seed=seed),
+            checkpointing=None if checkpoint is None else Checkpointing(checkpoint),
+            microbatching=None if microbatch is None else Microbatching(
+                microbatch, simulated=simulated
+            ),
+        )  # fmt: skip
+    kept = 1.0 if plan.sparsity is None else plan.sparsity.density
+    tuned = recipe.multipliers(base_name(model), kept)
+    return Settings(
+        model=model,
+        data=data,
+        plan=plan,
+        epochs=epochs,
+        batch=batch,
+        learning_rate=(
+            recipe.learning_rate * tuned.learning_rate if learning_rate is None else learning_rate
+        ),
+        drops=recipe.drops,
+        drop_factor=recipe.drop_factor,
+        momentum=recipe.momentum,
+        weight_decay=recipe.weight_decay,
+        seed=seed,
+        **others,
+    )
+
+
+def build_model(name: str) -> tuple[nn.Module, Loss]:
+    """The model a run trains and its loss, on the CPU; the caller seeds."""
+    if ":" in name:
+        return resolve(name, ["1x3x32x32"], real=True).model, image_loss
+    known = builtin(name)
+    if known.batch_unit != "images":
+        raise InputError(f"{name} does not take images", hint="such as wrn-28-2")
+    return known.build(), known.loss
