@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -68,58 +69,78 @@ def rank() -> int:
     return dist.get_rank() if ranks() > 1 else 0
 
 
-def share_of(examples: int, rank: int, ranks: int, unit: int = 1) -> tuple[int, int]:
-    """First and last (exclusive) example of a rank's share, in whole microbatches of `unit`.
+def cut_evenly(examples: int, parts: int, unit: int = 1) -> list[tuple[int, int]]:
+    """First and last (exclusive) example of each part, in whole microbatches of `unit`.
 
     So every microbatch, and what BatchNorm sees, is the one that a single process would run; only
-    where there are fewer microbatches than ranks are they cut.
+    where there are fewer microbatches than parts are they cut.
     """
-    if examples < ranks:
-        raise InputError(
-            f"a minibatch of {examples} has no share for each of {ranks} ranks",
-            hint="a larger minibatch, or fewer ranks",
-        )
     blocks = -(-examples // unit)
-    if blocks < ranks:
+    if blocks < parts:
         blocks, unit = examples, 1
-    bounds = [min(unit * (blocks * r // ranks), examples) for r in (rank, rank + 1)]
-    return bounds[0], bounds[1]
+    bounds = [min(unit * (blocks * part // parts), examples) for part in range(parts + 1)]
+    return list(pairwise(bounds))
 
 
 class Shares:
-    """batch → this rank's part of it and its weight, in place of the whole batch."""
+    """batch → this rank's part of it and its weight, in place of the whole batch.
+
+    Under `fsdp` all ranks gather parameters together and so need as many microbatches: each cuts
+    its share into that many, where whole ones do not come out even.
+    """
 
     def __init__(self, parallel: Parallel, plan: Plan) -> None:
         micro = plan.microbatching
         self._whole = parallel.batches == "whole"
         self._unit = 1 if micro is None else micro.size
         self._units = parallel.weight or ("examples" if micro is None else micro.weight)
+        self._together = parallel.kind == "fsdp" and micro is not None and not micro.simulated
 
     def __call__(self, batch: Any) -> Iterator[tuple[Any, float | torch.Tensor]]:
-        examples = examples_of(batch)
-        if examples is None:
-            raise InputError(
-                "the batch has no tensor to share between the ranks",
-                hint="shares are cut along the first dimension of every tensor",
-            )
-        if not self._whole:
-            yield batch, self._fraction(batch, examples)
-            return
-        start, stop = share_of(examples, rank(), ranks(), self._unit)
-        part = cut(batch, start, stop)
-        if callable(self._units):
-            yield part, self._units(part) / self._units(batch)
+        examples = examples_of(batch) or 0
+        total = self._count(batch, (0, examples))
+        if self._whole:
+            even = self._together and -(-examples // self._unit) % ranks() != 0
+            shares = cut_evenly(examples, ranks(), 1 if even else self._unit)
         else:
-            yield part, (stop - start) / examples
+            shares = [(0, examples)] * ranks()
+            total = _over_ranks(total, dist.ReduceOp.SUM)
+        sizes = [stop - start for start, stop in shares]
+        count = self._microbatches(max(sizes))
+        if min(sizes) < count:  # said on all ranks, before one waits for another
+            raise InputError(
+                f"a minibatch of {examples} has no {count} microbatches for each of {ranks()} ranks"
+                if count > 1
+                else f"a minibatch of {examples} has no share for each of {ranks()} ranks",
+                hint="a larger minibatch, larger microbatches or fewer ranks",
+            )
+        first, last = shares[rank()]
+        unit = self._unit if -(-(last - first) // self._unit) == count else 1
+        for start, stop in cut_evenly(last - first, count, unit):
+            part = (first + start, first + stop)
+            yield cut(batch, *part), self._count(batch, part) / total
 
-    def _fraction(self, batch: Any, examples: int) -> torch.Tensor:
-        """Of all that the ranks were given; nobody waits for the device."""
-        own = self._units(batch) if callable(self._units) else examples
-        device = _communication_device()
-        mine = torch.as_tensor(own, dtype=torch.float64).to(device)
-        total = mine.clone()
-        dist.all_reduce(total)
-        return mine / total
+    def _microbatches(self, examples: int) -> int:
+        """How many parts every rank makes of its share; 1 leaves the cutting to microbatching."""
+        if not self._together:
+            return 1
+        count = -(-examples // self._unit)
+        return count if self._whole else int(_over_ranks(count, dist.ReduceOp.MAX))
+
+    def _count(self, batch: Any, part: tuple[int, int]) -> float | torch.Tensor:
+        """What the loss of a part is averaged over."""
+        if not callable(self._units):
+            return float(part[1] - part[0])
+        units = self._units(cut(batch, *part))
+        return units.detach().double() if isinstance(units, torch.Tensor) else float(units)
+
+
+def _over_ranks(number: float | torch.Tensor, op: Any) -> torch.Tensor:
+    """A number of every rank, reduced; nobody waits for the device."""
+    own = torch.as_tensor(number, dtype=torch.float64)
+    mine = own.detach().clone().to(communication_device())
+    dist.all_reduce(mine, op=op)
+    return mine
 
 
 class Reduction:
@@ -146,7 +167,7 @@ class Reduction:
     def _agreed(self) -> list[bool]:
         """Which parameters have a gradient on any rank, asked once: at the first step."""
         own = [parameter.grad is not None for parameter in self._parameters]
-        flags = torch.tensor(own, dtype=torch.int32, device=_communication_device())
+        flags = torch.tensor(own, dtype=torch.int32, device=communication_device())
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
         return [bool(flag) for flag in flags.tolist()]
 
@@ -221,7 +242,7 @@ class SamePattern:
         own = 0
         for tensor in sparse_tensors(self._model).values():
             own = zlib.crc32(tensor.index.cpu().numpy().tobytes(), own)
-        both = torch.tensor([own, -own], device=_communication_device())
+        both = torch.tensor([own, -own], device=communication_device())
         dist.all_reduce(both, op=dist.ReduceOp.MAX)
         if int(both[0]) != -int(both[1]):
             raise ShoestringError(
@@ -347,7 +368,7 @@ def parallel_of(given: str | Parallel | None) -> Parallel | None:
     return chosen if ranks() > 1 else None
 
 
-def _communication_device() -> torch.device:
+def communication_device() -> torch.device:
     """Where the process group's tensors must lie."""
     nccl = "nccl" in str(dist.get_backend())
     return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
