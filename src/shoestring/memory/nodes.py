@@ -72,6 +72,8 @@ class ForwardGraph:
     producer: dict[int, int] = field(default_factory=dict)
     """Key → the node that writes it; keys of the batch have none."""
     blocks: int = 0
+    block_paths: tuple[str, ...] = ()
+    """Modules that count as blocks, in the order they run."""
     unknown: tuple[str, ...] = ()
 
 
@@ -82,7 +84,7 @@ def record_key(node: int) -> int:
 
 def forward_graph(trace: Trace) -> ForwardGraph:
     """Group the forward operations into nodes and apply the rules."""
-    graph = ForwardGraph()
+    graph = ForwardGraph(block_paths=trace.checkpoint_blocks or find_blocks(trace))
     parameters = {p.storage for p in trace.parameters}
     blocks = find_blocks(trace)
     density = _densities(trace)

@@ -8,12 +8,14 @@ written again (`memory.fundamental`).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import pairwise
 
 from ..errors import InputError
+from ..trace.blocks import block_of
+from .items import Item, leaves, read
 from .nodes import ForwardGraph, Gradient, Node
 
 
@@ -49,17 +51,19 @@ class Segment:
     """Outputs of normalisations and activation functions are made again when read."""
 
 
-STRATEGIES = "none, no-bn, every-M, residual-M, residual-M* (M a whole number from 1)"
+STRATEGIES = "none, no-bn, every-M, residual-M, residual-M* (M a whole number from 1), per-block"
 
 
 def segments(graph: ForwardGraph, strategy: str) -> Segment:
-    """The tree of segments a strategy of the report makes (Section 3.4)."""
+    """The tree of segments a strategy of the report makes (Section 3.4), or a text of items."""
     count = len(graph.nodes)
     if strategy == "none":
         return Segment(0, count, recompute=False)
     if strategy == "no-bn":
         return Segment(0, count, recompute=False, drop_cheap=True)
     match = re.fullmatch(r"(every|residual)-([1-9]\d*)(\*?)", strategy)
+    if match is None and strategy.startswith(("keep", "cheap", "recompute", "[")):
+        return Segment(0, count, _by_items(graph, read(strategy)))
     if match is None or (match[1] == "every" and match[3]):
         raise InputError(
             f"unknown checkpointing strategy {strategy!r}", hint=f"one of {STRATEGIES}"
@@ -107,6 +111,36 @@ def _by_blocks(graph: ForwardGraph, size: int, nested: bool) -> list[Segment]:
     return found
 
 
+def _by_items(graph: ForwardGraph, items: tuple[Item, ...]) -> list[Segment]:
+    """A segment for each block, what comes before it included, nested as the items are."""
+    known, ends = set(graph.block_paths), dict.fromkeys(graph.block_paths, 0)
+    for node in graph.nodes:
+        path = block_of(node.module, known)
+        if path is not None:
+            ends[path] = node.index + 1
+    boundaries = [0, *sorted(ends.values())]
+    if leaves(items) != len(ends):
+        raise InputError(
+            f"the schedule is for {leaves(items)} blocks, the model has {len(ends)}",
+            hint="one item for each block; keep*3 stands for three",
+        )
+
+    def made(items: tuple[Item, ...], at: int) -> list[Segment]:
+        found = []
+        for item in items:
+            start, at = boundaries[at], at + leaves(item)
+            if isinstance(item, str):
+                cheap = item == "cheap"
+                found.append(Segment(start, boundaries[at], recompute=False, drop_cheap=cheap))
+            else:
+                inner = made(item, at - leaves(item))
+                found.append(Segment(start, boundaries[at], inner))
+        return found
+
+    tail = Segment(boundaries[-1], len(graph.nodes), recompute=False)
+    return [*made(items, 0), *([tail] if tail.start < tail.stop else [])]
+
+
 def schedule(graph: ForwardGraph, strategy: str) -> list[Event]:
     """All events of one forward and backward pass under a strategy."""
     builder = _Builder(graph)
@@ -144,43 +178,43 @@ class _Builder:
 
     def backward(self, segment: Segment) -> None:
         if segment.children:
-            inner = {
-                key
-                for child in segment.children
-                for key in self._from_outside(child)
-                if self._inside(key, segment)
-            }
-            self._materialize(inner, records=False)
+            wanted: set[int] = set()
+            kept: set[int] = set()
+            for child in segment.children:
+                if child.recompute:
+                    wanted.update(k for k in self._from_outside(child) if self._inside(k, segment))
+                else:
+                    wanted.update(self._needed(child))
+                    kept.update(range(child.start, child.stop))
+            self._materialize(wanted, kept)
             for child in reversed(segment.children):
                 self.backward(child)
             return
         nodes = self.graph.nodes[segment.start : segment.stop]
         if segment.recompute:
-            cheap = (
-                {k for n in nodes if n.cheap for k in self._writes(n)}
-                if segment.drop_cheap
-                else set()
-            )
-            needed = {
-                key
-                for node in nodes
-                for gradient in node.gradients
-                for key in gradient.reads
-                if self._inside(key, segment)
-            }
-            self._materialize(needed - cheap)
+            self._materialize(self._needed(segment))
         for node in reversed(nodes):
             for position, gradient in enumerate(node.gradients):
                 self._take(node, position, gradient)
+
+    def _needed(self, segment: Segment) -> set[int]:
+        """Keys made in the segment that its backward reads, cheap ones it makes again left out."""
+        nodes = self.graph.nodes[segment.start : segment.stop]
+        read = {key for node in nodes for g in node.gradients for key in g.reads}
+        needed = {key for key in read if self._inside(key, segment)}
+        if segment.drop_cheap:
+            needed -= {key for node in nodes if node.cheap for key in self._writes(node)}
+        return needed
 
     def _take(self, node: Node, position: int, gradient: Gradient) -> None:
         self._materialize(gradient.reads)
         self.events.append(Event(Kind.BACKWARD, node.index, gradient.reads, (), position))
 
-    def _materialize(self, keys: Iterable[int], records: bool = True) -> None:
+    def _materialize(self, keys: Iterable[int], recording: Container[int] | None = None) -> None:
         """Run again, in forward order, what it takes to have these keys.
 
-        Records written on the way are held too, unless all of it will run once more.
+        Records written on the way are held too, but for nodes that will run once more: given
+        `recording`, all others.
         """
         wanted = [k for k in keys if k in self.graph.producer and k not in self.available]
         if not wanted:
@@ -198,7 +232,7 @@ class _Builder:
         for index in sorted(rerun):
             node = self.graph.nodes[index]
             self._run(node, Kind.RECOMPUTE)
-            if node.record and records:
+            if node.record and (recording is None or index in recording):
                 self.available.add(node.record)
         self.available.update(wanted)
 

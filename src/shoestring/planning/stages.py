@@ -1,16 +1,10 @@
 """A training step as a chain of stages, and what a schedule for it needs and costs.
 
 The stages are the head (all before the first block), the blocks, and the tail (all after the last
-block, and the loss). A schedule is a sequence of items, one after the other:
-
-- a *leaf*, one block that runs and keeps what backward reads: "keep" all of it, or "cheap", without
-  the outputs of normalisations and activations, which are made again one by one;
-- a *region*, a tuple of items that runs and keeps its input only. When backward reaches it, it
-  runs again as the schedule inside of it says; regions nest.
-
-`("keep", ("keep",), ("cheap", ("keep", "keep"), "keep"))` keeps the first block, makes the second
-again, and makes the four others again as a region with another inside. Running again stops at the
-last tensor that backward reads, so the end of a region costs less (`Option.again`).
+block, and the loss). A schedule says for each block whether it is kept, in whole or without its
+cheap part, or made again as part of a region (`memory.items`): when backward reaches a region, it
+runs again as the schedule inside of it says. Running again stops at the last tensor that backward
+reads, so the end of a region costs less (`Option.again`).
 """
 
 from __future__ import annotations
@@ -18,10 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
-Item = str | tuple[Any, ...]
-"""The name of a leaf's option, or the items of a region."""
+from ..memory.items import Item, leaves
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,11 +134,6 @@ class Schedule:
     def extra_cost(self) -> float:
         """What making again costs."""
         return self.cost - self.plain_cost
-
-
-def leaves(item: Item) -> int:
-    """How many blocks an item covers."""
-    return 1 if isinstance(item, str) else sum(map(leaves, item))
 
 
 def plain(chain: Chain, cost: Cost = flops_only) -> Schedule:

@@ -155,6 +155,8 @@ class Trace:
     optimizer: str
     checkpoint: str = "none"
     """The recomputation strategy a technique asked for; the trace itself is of the plain step."""
+    checkpoint_blocks: tuple[str, ...] = ()
+    """The modules that count as blocks for it; empty for those that are found."""
     warnings: tuple[str, ...] = field(default=())
 
     @cached_property

@@ -4,43 +4,62 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
 
 from ...errors import InputError, NoEffectWarning
+from ...memory.items import Item, leaves, read, write
 from ...memory.schedule import STRATEGIES
 from ...trace.blocks import block_paths
 from ...trace.graph import Trace
 from ..base import Setup, WholeBatch
-from .wrap import every_node, group_blocks, without_cheap_outputs
+from .wrap import every_node, grouped_blocks, without_cheap_outputs, wrap_blocks
 
 
 @dataclass(frozen=True)
 class Checkpointing(WholeBatch):
-    """One of the report's strategies: none, no-bn, every-M, residual-M, residual-M*.
+    """One of the report's strategies: none, no-bn, every-M, residual-M, residual-M*; or per-block.
 
-    `blocks` names the modules that count as blocks; by default they are found.
+    `blocks` names the modules that count as blocks; by default they are found. `schedule` says
+    what "per-block" does with each of them, as text (`memory.items`): ("keep*3", "recompute*8").
     """
 
     strategy: str
     blocks: tuple[str, ...] = ()
+    schedule: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        pattern = r"none|no-bn|every-[1-9]\d*|residual-[1-9]\d*\*?"
+        pattern = r"none|no-bn|every-[1-9]\d*|residual-[1-9]\d*\*?|per-block"
         if not isinstance(self.strategy, str) or not re.fullmatch(pattern, self.strategy):
             raise InputError(
                 f"unknown checkpointing strategy {self.strategy!r}", hint=f"one of {STRATEGIES}"
             )
+        if isinstance(self.schedule, str):
+            object.__setattr__(self, "schedule", (self.schedule,))
+        if (self.strategy == "per-block") != bool(self.schedule):
+            raise InputError(
+                f"{self.strategy} {'with' if self.schedule else 'without'} a schedule",
+                hint="Checkpointing('per-block', schedule=('keep*3', 'recompute*8'))",
+            )
+        if self.schedule:
+            read(self.schedule)
+
+    @classmethod
+    def of(cls, items: Sequence[Item], blocks: tuple[str, ...] = ()) -> Checkpointing:
+        """The technique that does this with the blocks."""
+        return cls("per-block", blocks, write(items))
 
     def predict(self, trace: Trace) -> Trace:
         """The schedule of the backward pass changes; sizes do not."""
-        return replace(trace, checkpoint=self.strategy)
+        strategy = ", ".join(self.schedule) or self.strategy
+        return replace(trace, checkpoint=strategy, checkpoint_blocks=self.blocks)
 
     def check(self, setup: Setup) -> None:
-        """The blocks must be there."""
-        if self.strategy.startswith("residual"):
-            self._find(setup.model)
+        """The blocks must be there, as many as the schedule is for."""
+        if self.strategy.startswith(("residual", "per-block")):
+            self._items(setup.model, self._find(setup.model))
 
     def _find(self, model: nn.Module) -> list[str]:
         known = dict(model.named_modules())
@@ -71,9 +90,29 @@ class Checkpointing(WholeBatch):
                     stacklevel=2,
                 )
             return
-        size = int(re.findall(r"\d+", self.strategy)[0])
         if self.strategy.startswith("every"):
-            setup.run = every_node(setup.model, setup.run, size)
+            setup.run = every_node(setup.model, setup.run, self._size)
             return
-        nested = self.strategy.endswith("*")
-        setup.undo.append(group_blocks(setup.model, self._find(setup.model), size, nested))
+        paths = self._find(setup.model)
+        setup.undo.append(wrap_blocks(setup.model, paths, self._items(setup.model, paths)))
+
+    @property
+    def _size(self) -> int:
+        return int(re.findall(r"\d+", self.strategy)[0])
+
+    def _items(self, model: nn.Module, paths: list[str]) -> tuple[Item, ...]:
+        """What to do with each block."""
+        if self.strategy == "per-block":
+            items = read(self.schedule)
+            if leaves(items) != len(paths):
+                raise InputError(
+                    f"the schedule is for {leaves(items)} blocks, the model has {len(paths)}",
+                    hint="one item for each block; keep*3 stands for three",
+                )
+            return items
+        groups = grouped_blocks(model, paths, self._size)
+        if not self.strategy.endswith("*"):
+            return tuple(("keep",) * len(group) for group in groups)
+        return tuple(
+            (("cheap",),) * len(group) if len(group) > 1 else ("cheap",) for group in groups
+        )

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...memory.items import Item, leaves, part
 from ..base import Run
 from .recipes import Recipes
 from .regions import region
@@ -40,21 +41,69 @@ def every_node(model: nn.Module, run: Run, size: int) -> Run:
     return in_parts
 
 
-class Pending:
-    """The output of a block whose group is not complete; it runs when it is, or when read."""
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""The arguments a block is called with; but for the first of a region, without its input."""
 
-    def __init__(self, model: nn.Module, steps: list[tuple[Any, tuple[Any, ...], Any]]) -> None:
-        self._model, self._steps = model, steps
+
+class _Region:
+    """Blocks that run again together, and the schedule they follow when they do."""
+
+    def __init__(self, model: nn.Module, blocks: list[nn.Module], items: tuple[Item, ...]) -> None:
+        self._model, self._items = model, items
+        self._forwards = [block.forward for block in blocks]
+
+    def run(self, start: int, calls: list[Call]) -> Any:
+        """The blocks from `start` on, as many as there are calls."""
+        items = part(self._items, start, start + len(calls))
+        return self._nested(items, start)(*calls)
+
+    def _nested(self, items: tuple[Item, ...], start: int) -> Callable[..., Any]:
+        def inside(*calls: Call) -> Any:
+            value, at = None, 0
+            for item in items:
+                after = at + leaves(item)
+                here = list(calls[at:after])
+                if at:
+                    here[0] = ((value, *here[0][0]), here[0][1])
+                if isinstance(item, str):
+                    (args, kwargs), forward = here[0], self._forwards[start + at]
+                    value = leaf(self._model, forward, item)(*args, **kwargs)
+                else:
+                    value = self._nested(item, start + at)(*here)
+                at = after
+            return value
+
+        return lambda *calls: region(inside, self._model, *calls)
+
+
+def leaf(model: nn.Module, forward: Callable[..., Any], option: str) -> Callable[..., Any]:
+    """The forward of a block that keeps what backward reads, or makes the cheap part again."""
+    if option == "keep":
+        return forward
+
+    def deferred(*args: Any, **kwargs: Any) -> Any:
+        with Recipes(model):
+            return forward(*args, **kwargs)
+
+    return deferred
+
+
+class Pending:
+    """The output of a block whose region is not complete; it runs when it is, or when read."""
+
+    def __init__(self, region_: _Region, start: int, calls: list[Call]) -> None:
+        self._region, self._start, self._calls = region_, start, calls
         self._value: Any = None
         self._done = False
         self._followed = False
 
-    def followed_by(self, forward: Any, rest: tuple[Any, ...], kwargs: Any) -> Pending:
+    def followed_by(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pending:
         """The same and one block more; a value that is there already is where it starts."""
         self._followed = True
         if self._done:
-            return Pending(self._model, [(forward, (self._value, *rest), kwargs)])
-        return Pending(self._model, [*self._steps, (forward, rest, kwargs)])
+            after = self._start + len(self._calls)
+            return Pending(self._region, after, [((self._value, *args), kwargs)])
+        return Pending(self._region, self._start, [*self._calls, (args, kwargs)])
 
     def value(self) -> Any:
         """Run the blocks as one region, once."""
@@ -62,22 +111,11 @@ class Pending:
             if self._followed:
                 warnings.warn(
                     "a block's output is read by more than the next block of its group, so the "
-                    "block runs twice; residual-1 keeps it",
+                    "block runs twice; a region of its own (residual-1) keeps it",
                     RuntimeWarning,
                     stacklevel=3,
                 )
-            forwards = [step[0] for step in self._steps]
-
-            def run(*arguments: Any) -> Any:
-                value: Any = None
-                for position, (forward, (args, kwargs)) in enumerate(
-                    zip(forwards, arguments, strict=True)
-                ):
-                    given = args if position == 0 else (value, *args)
-                    value = forward(*given, **kwargs)
-                return value
-
-            self._value = region(run, self._model, *((a, k) for _, a, k in self._steps))
+            self._value = self._region.run(self._start, self._calls)
             self._done = True
         return self._value
 
@@ -113,27 +151,34 @@ for _name in (
     setattr(Pending, f"__{_name}__", _delegate(f"__{_name}__"))
 
 
-def group_blocks(
-    model: nn.Module, paths: Sequence[str], size: int, nested: bool
+def wrap_blocks(
+    model: nn.Module, paths: Sequence[str], items: Sequence[Item]
 ) -> Callable[[], None]:
-    """Every `size` blocks form one region; nested: each block is one more inside of it.
+    """Make the blocks run as the items say; returns how to undo it.
 
-    Groups start anew in every stack of blocks. A block that is not the last of its group gives
-    back a `Pending` output. The next block takes it as its first argument; anything else that
-    reads it runs what is there of the group.
+    A block that is not the last of its region gives back a `Pending` output. The next block takes
+    it as its first argument; anything else that reads it runs what is there of the region.
     """
     modules = dict(model.named_modules())
-    undone: list[Callable[[], None]] = []
-    for group in grouped_blocks(model, paths, size):
-        for position, path in enumerate(group):
-            first, last = position == 0, position == len(group) - 1
-            undone.append(
-                _wrap(model, modules[path], first=first, last=last, nested=nested, alone=size == 1)
-            )
+    wrapped: list[nn.Module] = []
+    at = 0
+    for item in items:
+        blocks = [modules[path] for path in paths[at : at + leaves(item)]]
+        at += len(blocks)
+        if isinstance(item, str):
+            if item != "keep":
+                plain = blocks[0].forward
+                _replace(blocks[0], plain, leaf(model, plain, item))
+                wrapped += blocks
+            continue
+        held = _Region(model, blocks, item)
+        for position, block in enumerate(blocks):
+            _replace(block, block.forward, _member(held, position, len(blocks)))
+        wrapped += blocks
 
     def undo() -> None:
-        for one in undone:
-            one()
+        for block in wrapped:
+            del block.forward  # the class's own forward shows again
 
     return undo
 
@@ -154,36 +199,29 @@ def _stack(path: str, modules: dict[str, nn.Module]) -> str:
     return above.rpartition(".")[0] if isinstance(modules[above], nn.Sequential) else above
 
 
-def _wrap(
-    model: nn.Module, block: nn.Module, *, first: bool, last: bool, nested: bool, alone: bool
-) -> Callable[[], None]:
-    plain = block.forward
-
-    def inside(*args: Any, **kwargs: Any) -> Any:
-        with Recipes(model):
-            return plain(*args, **kwargs)
-
-    leaf = inside if nested else plain
-
-    def one(*args: Any, **kwargs: Any) -> Any:
-        return (
-            region(leaf, model, *args, **kwargs) if nested and not alone else leaf(*args, **kwargs)
-        )
+def _member(held: _Region, position: int, count: int) -> Callable[..., Any]:
+    """The forward of one block of a region."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or not block.training:
-            real = tuple(a.value() if isinstance(a, Pending) else a for a in args)
-            return plain(*real, **kwargs)
-        if args and isinstance(args[0], Pending) and not first:
-            pending = args[0].followed_by(one, args[1:], kwargs)
+        if position and args and isinstance(args[0], Pending):
+            pending = args[0].followed_by(args[1:], kwargs)
         else:
-            real = tuple(a.value() if isinstance(a, Pending) else a for a in args)
-            pending = Pending(model, [(one, real, kwargs)])
-        return pending.value() if last else pending
+            pending = Pending(held, position, [(_real(args), kwargs)])
+        return pending.value() if position == count - 1 else pending
+
+    return forward
+
+
+def _replace(block: nn.Module, plain: Callable[..., Any], training: Callable[..., Any]) -> None:
+    """Another forward for training; without gradients, and in evaluation, its own."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and block.training:
+            return training(*args, **kwargs)
+        return plain(*_real(args), **kwargs)
 
     block.forward = forward
 
-    def undo() -> None:
-        del block.forward  # the class's own forward shows again
 
-    return undo
+def _real(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(a.value() if isinstance(a, Pending) else a for a in args)
