@@ -1,135 +1,188 @@
 """A whole training step as one CUDA graph: all microbatches, recomputation and the update.
 
 Launching thousands of small kernels from Python costs far more than running them. A step whose
-shapes, settings and randomness do not change is captured once and replayed; memory it needed
-while it was captured stays in the graph's own pool and counts as the step's peak.
+shapes and settings come again is captured once and replayed; memory it needed while it was captured
+stays in a pool that the graphs of all shapes share, and counts as the step's peak.
 """
 
 from __future__ import annotations
 
-import gc
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..techniques.base import Setup
+from ..techniques.checkpointing.draws import Starts, followed_by
+from .captured import CapturedStep, default_generator
+from .host import HostState
+from .streams import rewound_streams, stream_states
 
+MOST_GRAPHS = 8
+"""Shapes kept at a time; the one used longest ago goes first."""
+MOST_SHAPES = 256
+"""Shapes remembered from eager steps."""
 PATIENCE = 3
-"""Captures without a replay in between (settings that move at every step) before giving up."""
+"""Graphs in a row that were dropped before their second replay, until no more are captured."""
 
 
 def can_capture(setup: Setup, precision: str) -> bool:
-    """Whether the update stays on the device; a failed try would leave its counters moved."""
-    if next(setup.model.parameters()).device.type != "cuda" or precision == "bf16":
+    """Whether the update stays on the device, and random numbers come from PyTorch's generator."""
+    if next(setup.model.parameters()).device.type != "cuda":
         return False
-    groups = setup.optimizer.param_groups
+    if any(isinstance(m, nn.RNNBase) and m.dropout > 0 for m in setup.model.modules()):
+        return False  # cuDNN draws from a state of its own
     return (
-        precision == "fp16"
+        precision in ("fp16", "bf16")
         or type(setup.optimizer) is torch.optim.SGD
-        or all(group.get("capturable") for group in groups)
+        or all(group.get("capturable") for group in setup.optimizer.param_groups)
     )
 
 
 class GraphRunner:
-    """Runs a step eagerly, then captured, then eagerly again whenever it changes."""
+    """Runs a step eagerly when its shapes are new, captures it when they come again."""
 
     def __init__(self, setup: Setup, compute: Callable[[Any], torch.Tensor]) -> None:
         self._setup, self._compute = setup, compute
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._batch: Any = None
-        self._loss: torch.Tensor | None = None
-        self._key: Any = None
+        self._modules = list(setup.model.modules())
+        self._graphs: OrderedDict[Any, CapturedStep] = OrderedDict()
+        self._seen: OrderedDict[Any, list[int | None]] = OrderedDict()
+        self._program: Any = None
+        self._addresses: Any = None
+        self._pool: Any = None
         self._wasted = 0
         self.enabled = True
-        self.peak_bytes = 0
-        """Allocated at most while the graph in use was captured."""
 
     def __call__(self, batch: Any) -> torch.Tensor:
         """One step on the GPU."""
-        key = self._settings(batch)
-        if self._graph is not None and key == self._key:
+        shapes = _shapes(batch)
+        self._look()
+        graph = self._graphs.get(shapes)
+        if graph is None and self.enabled and shapes in self._seen:
+            graph = self._capture(batch, shapes)
+        if graph is None:
+            return self._eagerly(batch, shapes)
+        self._graphs.move_to_end(shapes)
+        if graph.replays:
             self._wasted = 0
-            return self._replay(batch)
-        same, self._key = key == self._key, key
-        self.drop()
-        if not (self.enabled and same):
-            return self._eagerly(batch)
-        self._wasted += 1
-        if self._wasted > PATIENCE:
-            self.enabled = False
-            return self._eagerly(batch)
-        if not self._capture(batch):
-            return self._eagerly(batch)
-        return self._replay(batch)
+        return graph(batch)
 
     @property
     def captured(self) -> bool:
         """Whether there is a graph to replay."""
-        return self._graph is not None
+        return bool(self._graphs)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Allocated at most while any of the graphs in use was captured."""
+        return max((graph.peak_bytes for graph in self._graphs.values()), default=0)
 
     def drop(self) -> None:
-        """Forget the captured step: something it refers to is gone."""
-        self._graph = self._batch = self._loss = None
-        self.peak_bytes = 0
+        """Forget the captured steps: something they refer to is gone."""
+        if self._graphs:
+            self._note_waste(max(graph.replays for graph in self._graphs.values()))
+        self._graphs.clear()
+        self._pool = None
 
-    def _eagerly(self, batch: Any) -> torch.Tensor:
+    def _note_waste(self, replays: int) -> None:
+        if replays < 2:
+            self._wasted += 1
+            self.enabled = self.enabled and self._wasted <= PATIENCE
+
+    def _look(self) -> None:
+        """Drop what no longer holds: captured steps know numbers by value, tensors by address."""
+        program, addresses = self._settings(), self._where()
+        if program != self._program:
+            self._seen.clear()
+        if program != self._program or addresses != self._addresses:
+            self.drop()
+        self._program, self._addresses = program, addresses
+
+    def _eagerly(self, batch: Any, shapes: Any) -> torch.Tensor:
         device = next(self._setup.model.parameters()).device
-        generator = torch.cuda.default_generators[device.index or 0]
-        before = generator.get_offset()
-        loss = self._compute(on_device(device, batch))
-        if generator.get_offset() != before:  # a replay would draw the same numbers for ever
-            self.enabled = False
+        generator = default_generator(device)
+        start = generator.get_offset()
+        starts = Starts(generator.get_offset)
+        with followed_by(starts):
+            loss = self._compute(on_device(device, batch))
+        self._seen[shapes] = [None if at is None else at - start for at in starts.found]
+        if len(self._seen) > MOST_SHAPES:
+            self._seen.popitem(last=False)
+        self._addresses = self._where()  # the first step makes the optimizer's state
         return loss
 
-    def _capture(self, batch: Any) -> bool:
+    def _capture(self, batch: Any, shapes: Any) -> CapturedStep | None:
+        """The step as a graph; if it cannot be one, a warning, and all is as it was."""
         device = next(self._setup.model.parameters()).device
-        gc.collect()
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        self._batch = tree_map(
-            lambda leaf: leaf.to(device, copy=True) if isinstance(leaf, torch.Tensor) else leaf,
-            batch,
-        )
-        torch.cuda.reset_peak_memory_stats()
-        graph = torch.cuda.CUDAGraph()
+        host = HostState(self._setup, self._modules)
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
         try:
-            with torch.cuda.graph(graph):
-                self._loss = self._compute(self._batch)
-        except RuntimeError as error:  # something in the step waits for the device
-            self.enabled = False
+            if _hooked(self._setup.optimizer):
+                raise RuntimeError("the optimizer has hooks, which run on the host")
+            with rewound_streams():
+                drawn = stream_states()
+                starts = self._seen[shapes]
+                graph = CapturedStep(self._compute, batch, device, starts, self._pool)
+                if stream_states() != drawn:
+                    raise RuntimeError("it draws random numbers on the host")
+            if changed := host.changed():
+                raise RuntimeError(changed)
+        except RuntimeError as error:
+            host.restore()
             self.drop()
+            self.enabled = False
             warnings.warn(
                 f"the step is not captured as a CUDA graph: {str(error).splitlines()[0]}",
                 RuntimeWarning,
-                stacklevel=2,
+                stacklevel=4,
             )
-            return False
-        self._graph = graph
-        self.peak_bytes = torch.cuda.max_memory_allocated()
-        return True
+            return None
+        if len(self._graphs) == MOST_GRAPHS:
+            self._note_waste(self._graphs.popitem(last=False)[1].replays)
+        self._graphs[shapes] = graph
+        return graph
 
-    def _replay(self, batch: Any) -> torch.Tensor:
-        assert self._graph is not None and self._loss is not None
-        for held, given in zip(tree_leaves(self._batch), tree_leaves(batch), strict=True):
-            if isinstance(held, torch.Tensor):
-                held.copy_(given, non_blocking=True)
-        self._graph.replay()
-        return self._loss.clone()
-
-    def _settings(self, batch: Any) -> Any:
-        """Everything a captured step holds fixed: shapes, and the optimizer's numbers."""
-        shapes = tuple(
-            (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf)
-            for leaf in tree_leaves(batch)
-        )
+    def _settings(self) -> Any:
+        """What decides which operations run, and the optimizer's numbers."""
         numbers = tuple(
-            tuple((k, repr(v)) for k, v in group.items() if k != "params")
+            tuple((k, _constant(v)) for k, v in group.items() if k != "params")
             for group in self._setup.optimizer.param_groups
         )
-        return shapes, numbers, self._setup.model.training
+        trained = tuple(
+            (m.training, *(p.requires_grad for p in m._parameters.values() if p is not None))
+            for m in self._modules
+        )
+        return numbers, trained
+
+    def _where(self) -> tuple[int, ...]:
+        """The addresses of everything that outlives a step."""
+        held = [t for m in self._modules for t in (*m._parameters.values(), *m._buffers.values())]
+        for state in self._setup.optimizer.state.values():
+            held += [value for value in state.values() if isinstance(value, torch.Tensor)]
+        return tuple(tensor.data_ptr() for tensor in held if tensor is not None)
+
+
+def _shapes(batch: Any) -> Any:
+    return tuple(
+        (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf)
+        for leaf in tree_leaves(batch)
+    )
+
+
+def _constant(value: Any) -> Any:
+    """A setting on the device is read there, at every replay."""
+    if isinstance(value, torch.Tensor) and value.is_cuda:
+        return value.data_ptr()
+    return repr(value)
+
+
+def _hooked(optimizer: torch.optim.Optimizer) -> bool:
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
 
 def on_device(device: torch.device, batch: Any) -> Any:

@@ -10,6 +10,7 @@ to make) runs once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
+
+from .draws import follower
 
 
 def region(run: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -38,14 +41,36 @@ def region(run: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any)
         rebuilt,
         *(leaves[i] for i in places),
         use_reentrant=False,
-        preserve_rng_state=not _capturing(),
-        context_fn=lambda: (_keeping(kept), frozen_statistics(model, kept)),
+        preserve_rng_state=_keeps_state(),
+        context_fn=lambda: (_keeping(kept), _again(model, kept)),
     )
 
 
-def _capturing() -> bool:
-    """A CUDA graph holds only steps that draw no random numbers, and cannot read their state."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+def _keeps_state() -> bool:
+    """Not in a CUDA graph: it cannot read the state of a generator."""
+    known = follower()
+    if known is not None:
+        return known.keeps_state
+    return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+
+
+class _again:
+    """The second pass: statistics stay, and who wants to know of it is told."""
+
+    def __init__(self, model: nn.Module, kept: list[Any]) -> None:
+        self._model, self._kept = model, kept
+
+    def __enter__(self) -> None:
+        known = follower()
+        self._contexts = ExitStack()
+        self._contexts.enter_context(frozen_statistics(self._model, self._kept))
+        if known is not None:
+            self._contexts.enter_context(known.again())
+
+    def __exit__(self, *error: Any) -> bool:
+        contexts = self._contexts
+        del self._contexts
+        return bool(contexts.__exit__(*error))
 
 
 class _keeping(TorchFunctionMode):

@@ -1,0 +1,89 @@
+"""The random numbers of recomputation: the second pass draws what the first one drew.
+
+Eagerly, `torch.utils.checkpoint` puts the generator back by itself. A CUDA graph cannot: while it
+is captured, nothing may read or write a generator's state. So an eager step notes where in the
+random stream each of its recomputations starts, in the order they run, and the captured step takes
+generators that were made ready for those places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
+
+
+class Follower(Protocol):
+    """Is told of every recomputation of a step."""
+
+    keeps_state: bool
+    """Whether PyTorch puts the generators back."""
+
+    def again(self) -> AbstractContextManager[None]:
+        """The context of the next recomputation."""
+        ...
+
+
+class Starts:
+    """Notes where in the random stream every recomputation starts."""
+
+    keeps_state = True
+
+    def __init__(self, position: Callable[[], Any]) -> None:
+        self._position = position
+        self.found: list[Any] = []
+        """None for one that draws nothing."""
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Inside of what PyTorch restores: the generator stands where it did in the first pass."""
+        number, start = len(self.found), self._position()
+        self.found.append(None)
+        try:
+            yield
+        finally:  # recomputation ends by an exception as soon as all that is needed is there
+            if self._position() != start:
+                self.found[number] = start
+
+
+class Places:
+    """Gives every recomputation its place in the random stream, in the order they were noted."""
+
+    keeps_state = False
+
+    def __init__(
+        self, places: Sequence[Any], at: Callable[[Any], AbstractContextManager[None]]
+    ) -> None:
+        self._places, self._at = places, at
+        self._count = 0
+
+    def again(self) -> AbstractContextManager[None]:
+        """Drawing from the next place, or as outside if nothing is drawn."""
+        if self._count == len(self._places):
+            raise RuntimeError("the step recomputes more often than it did before")
+        place = self._places[self._count]
+        self._count += 1
+        return nullcontext() if place is None else self._at(place)
+
+    @property
+    def all_used(self) -> bool:
+        """Whether every place was taken."""
+        return self._count == len(self._places)
+
+
+_following: list[Follower] = []  # of the process: backward runs in threads of autograd's own
+
+
+@contextmanager
+def followed_by(follower: Follower) -> Iterator[None]:
+    """Tell it of every recomputation until the end."""
+    _following.append(follower)
+    try:
+        yield
+    finally:
+        _following.remove(follower)
+
+
+def follower() -> Follower | None:
+    """The one that is told now."""
+    return _following[-1] if _following else None

@@ -1,0 +1,143 @@
+"""One training step of fixed shapes as a CUDA graph, with the random numbers of the eager step.
+
+Numbers drawn in a graph come from generator states that belong to it: one for the step, and one for
+every recomputation, since that starts again where the first pass did and cannot move a generator
+back while it is captured. Before a replay each is set to its place in the process's own stream,
+counted from where that stands; afterwards the stream stands where the eager step would leave it.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ..techniques.checkpointing.draws import Places, followed_by
+
+
+class CapturedStep:
+    """A step on a batch of certain shapes, captured once."""
+
+    def __init__(
+        self,
+        compute: Callable[[Any], torch.Tensor],
+        batch: Any,
+        device: torch.device,
+        starts: Sequence[int | None],
+        pool: Any,
+    ) -> None:
+        """`starts`: where recomputations draw from, relative to where the step does."""
+        self._batch = tree_map(
+            lambda leaf: leaf.to(device, copy=True) if isinstance(leaf, torch.Tensor) else leaf,
+            batch,
+        )
+        self._randomness = _Randomness(device, starts)
+        self._graph = torch.cuda.CUDAGraph()
+        self._randomness.register(self._graph)
+        self.replays = 0
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        stream = torch.cuda.current_stream(device)
+        try:
+            with self._randomness.in_force(), torch.cuda.graph(self._graph, pool=pool):
+                self._loss = compute(self._batch)
+        except BaseException:
+            torch.cuda.set_stream(stream)
+            _abandon(pool, device)
+            raise
+        self.peak_bytes = torch.cuda.max_memory_allocated(device)
+        """Allocated at most while it was captured."""
+
+    def __call__(self, batch: Any) -> torch.Tensor:
+        """Run the step."""
+        for held, given in zip(tree_leaves(self._batch), tree_leaves(batch), strict=True):
+            if isinstance(held, torch.Tensor):
+                held.copy_(given, non_blocking=True)
+        with self._randomness.placed():
+            self._graph.replay()
+        self.replays += 1
+        return self._loss.clone()
+
+
+def _abandon(pool: Any, device: torch.device) -> None:
+    """Let the allocator know that a capture is over, which a broken one does not by itself.
+
+    Otherwise the pool would be kept for ever, and with it all blocks that several streams use.
+    """
+    index = default_generator(device).device.index
+    try:
+        torch._C._cuda_endAllocateToPool(index, pool)
+    except RuntimeError:  # it ended in good order
+        return
+    torch._C._cuda_releasePool(index, pool)
+
+
+class _Randomness:
+    """The generator states of one graph."""
+
+    def __init__(self, device: torch.device, starts: Sequence[int | None]) -> None:
+        self._default = default_generator(device)
+        self._own = torch.Generator(device)
+        self._again = [None if s is None else (torch.Generator(device), s) for s in starts]
+        self._seed: int | None = None
+
+    def register(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Must come before the capture."""
+        for state in (self._own, *(pair[0] for pair in self._again if pair is not None)):
+            graph.register_generator_state(state)
+
+    @contextmanager
+    def in_force(self) -> Iterator[None]:
+        """For the capture: the step draws from its own states.
+
+        So the state of the process is in no graph, and a capture that fails leaves it usable.
+        """
+        outside = self._default.graphsafe_get_state()
+        places = Places(self._again, self._drawing_from)
+        self._drawing = [self._own]
+        self._default.graphsafe_set_state(self._own)
+        try:
+            with followed_by(places):
+                yield
+        finally:
+            self._default.graphsafe_set_state(outside)
+        if not places.all_used:
+            raise RuntimeError("the step recomputes less often than it did before")
+
+    @contextmanager
+    def _drawing_from(self, place: tuple[torch.Generator, int]) -> Iterator[None]:
+        self._drawing.append(place[0])
+        self._default.graphsafe_set_state(place[0])
+        try:
+            yield
+        finally:
+            self._drawing.pop()
+            self._default.graphsafe_set_state(self._drawing[-1])
+
+    @contextmanager
+    def placed(self) -> Iterator[None]:
+        """For a replay: every state at its place in the stream, which moves on afterwards."""
+        seed, start = self._default.initial_seed(), self._default.get_offset()
+        used = [pair for pair in self._again if pair is not None]
+        if seed != self._seed:
+            for state in (self._own, *(state for state, _ in used)):
+                state.manual_seed(seed)
+            self._seed = seed
+        self._own.set_offset(start)
+        for state, relative in used:
+            state.set_offset(start + relative)
+        yield
+        self._default.set_offset(self._own.get_offset())
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """The process's own random stream on a CUDA device."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    generator: torch.Generator = torch.cuda.default_generators[index]
+    return generator
