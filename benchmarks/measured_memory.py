@@ -1,6 +1,6 @@
 """The rows of the report's Pareto table, executed: peak memory and step time on one GPU.
 
-    PYTHONPATH=src python3 benchmarks/measured_memory.py [--json FILE] [--live]
+    PYTHONPATH=src python3 benchmarks/measured_memory.py [--json FILE] [--only 2,3] [--live]
 
 WRN-28-2, minibatch 100, SGD with Nesterov momentum, `torch.cuda.max_memory_allocated` of a whole
 step: parameters, gradients, momentum, the batch, activations and every workspace. cuBLAS is given
@@ -13,8 +13,10 @@ import argparse
 import gc
 import json
 import os
+import statistics
 import sys
 import time
+import traceback
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,46 +50,87 @@ ROWS = (
 )
 
 
+LAYOUTS = ("contiguous", "channels_last")
+GROUPS = 5
+"""Times are the median of so many groups of steps."""
+
+
 def main() -> int:
     """Print one table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", help="also write the rows to this file")
-    parser.add_argument("--steps", type=int, default=5, help="timed steps")
-    parser.add_argument("--live", action="store_true", help="what is live at each row's peak")
-    options = parser.parse_args()
+    options, start = arguments(), time.perf_counter()
     if not torch.cuda.is_available():
         print("this benchmark measures a CUDA device, and there is none", file=sys.stderr)
         return 1
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
     found: list[dict[str, Any]] = []
-    for layout in ("contiguous", "channels_last"):
-        found.append(plain(layout, options.steps))
-        show(found[-1], found)
-        for row in ROWS:
+    for layout in options.layout:
+        found.append(shown(plain(layout, "before", options.steps)))
+        for row in options.only:
             try:
-                found.append(planned(row, layout, options.steps, options.live))
-                show(found[-1], found)
-            except Exception as error:
-                print(row, layout, "failed:", type(error).__name__, str(error)[:300], flush=True)
-    found += others(options.steps)
+                found.append(shown(planned(ROWS[row - 1], layout, options.steps, options.live)))
+            except Exception:  # one row must not cost the others
+                print(f"row {row}, {layout} failed")
+                traceback.print_exc()
+        found.append(shown(plain(layout, "after", options.steps)))
+    ratios(found)
+    if options.others:
+        found += others(options.steps)
     if options.json:
         with open(options.json, "w", encoding="utf-8") as file:
             json.dump({"device": torch.cuda.get_device_name(), "torch": torch.__version__,
                        "rows": found}, file, indent=1)  # fmt: skip
+    print(f"{time.perf_counter() - start:.0f} s in all")
     return 0
 
 
-def show(row: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-    """One line of the table."""
-    base = next(r for r in rows if r["counted_mb"] == 404.8)
-    ratio = row["peak_bytes"] / 1e6 / row["counted_mb"]
-    name = row["name"] + (", one graph" if row.get("captured") else "")
-    print(
-        f"{name:52s} {row['peak_bytes'] / 1e6:8.2f} MB  report {row['counted_mb']:6.1f}"
-        f"  {ratio:5.2f}x  {row['milliseconds']:8.1f} ms"
-        f"  {row['milliseconds'] / base['milliseconds']:5.2f}x",
-        flush=True,
+def arguments() -> argparse.Namespace:
+    """What to run."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", help="also write the rows to this file")
+    parser.add_argument("--steps", type=int, default=5, help=f"steps in each of {GROUPS} groups")
+    parser.add_argument("--live", action="store_true", help="what is live at each row's peak")
+    parser.add_argument(
+        "--only",
+        type=lambda text: [int(part) for part in text.split(",") if part],
+        default=list(range(1, len(ROWS) + 1)),
+        help="rows of the table, such as 2,3; empty for none",
     )
+    parser.add_argument("--layout", choices=LAYOUTS, action="append")
+    parser.add_argument(
+        "--others", action=argparse.BooleanOptionalAction, default=True,
+        help="also DC-Transformer and GPT-2",
+    )  # fmt: skip
+    options = parser.parse_args()
+    options.layout = options.layout or list(LAYOUTS)
+    return options
+
+
+def shown(row: dict[str, Any]) -> dict[str, Any]:
+    """Print one line of the table."""
+    name = row["name"] + (", one graph" if row.get("captured") else "")
+    low, high = row["spread"]
+    line = f"{name:58s} {row['peak_bytes'] / 1e6:9.2f} MB"
+    if "counted_mb" in row:
+        ratio = row["peak_bytes"] / 1e6 / row["counted_mb"]
+        line += f"  report {row['counted_mb']:6.1f}  {ratio:5.2f}x"
+    print(f"{line}  {row['milliseconds']:8.2f} ms ({low:.2f} to {high:.2f})", flush=True)
+    return row
+
+
+def ratios(rows: list[dict[str, Any]]) -> None:
+    """Step times to plain FP32 in the same run, by its layout, before and after taken together."""
+    bases = {}
+    for layout in LAYOUTS:
+        plains = [r for r in rows if r["name"].startswith("plain") and r["layout"] == layout]
+        if plains:
+            bases[layout] = statistics.mean(r["milliseconds"] for r in plains)
+            low, high = min(r["spread"][0] for r in plains), max(r["spread"][1] for r in plains)
+            print(f"plain FP32, {layout}: {bases[layout]:.2f} ms ({low:.2f} to {high:.2f})")
+    print(f"step time to {', to '.join(f'plain {layout}' for layout in bases)}")
+    for row in rows:
+        row["time_ratios"] = {k: row["milliseconds"] / base for k, base in bases.items()}
+        columns = "".join(f"{ratio:7.2f}x" for ratio in row["time_ratios"].values())
+        print(f"{row['name']:58s}{columns}", flush=True)
 
 
 def fresh(layout: str) -> tuple[Any, Any, Any, int]:
@@ -104,14 +147,17 @@ def fresh(layout: str) -> tuple[Any, Any, Any, int]:
     return model, (images.cuda().contiguous(memory_format=form), labels.cuda()), known.loss, before
 
 
-def timed(call: Any, steps: int) -> float:
-    """Milliseconds a call."""
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(steps):
-        call()
-    torch.cuda.synchronize()
-    return 1000 * (time.perf_counter() - start) / steps
+def timed(call: Any, steps: int) -> dict[str, Any]:
+    """Milliseconds a call: the median of the groups, and their lowest and highest."""
+    times = []
+    for _ in range(GROUPS):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(steps):
+            call()
+        torch.cuda.synchronize()
+        times.append(1000 * (time.perf_counter() - start) / steps)
+    return {"milliseconds": statistics.median(times), "spread": [min(times), max(times)]}
 
 
 def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -121,7 +167,7 @@ def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
     )
 
 
-def plain(layout: str, steps: int) -> dict[str, Any]:
+def plain(layout: str, when: str, steps: int) -> dict[str, Any]:
     """The baseline: plain PyTorch, FP32, eager."""
     model, batch, loss, before = fresh(layout)
     optimizer = sgd(model)
@@ -131,9 +177,9 @@ def plain(layout: str, steps: int) -> dict[str, Any]:
     torch.cuda.reset_peak_memory_stats()
     training_step(model, batch, loss, optimizer)
     peak = torch.cuda.max_memory_allocated() - before
-    time_ms = timed(lambda: training_step(model, batch, loss, optimizer), steps)
-    return {"name": f"plain FP32, {layout}", "counted_mb": 404.8, "peak_bytes": peak,
-            "milliseconds": time_ms, "layout": layout}  # fmt: skip
+    times = timed(lambda: training_step(model, batch, loss, optimizer), steps)
+    return {"name": f"plain FP32, {layout}, {when} the rows", "counted_mb": 404.8,
+            "peak_bytes": peak, "layout": layout, **times}  # fmt: skip
 
 
 def planned(row: Row, layout: str, steps: int, live: bool) -> dict[str, Any]:
@@ -147,16 +193,19 @@ def planned(row: Row, layout: str, steps: int, live: bool) -> dict[str, Any]:
     if row.microbatch < 100:
         techniques.append(Microbatching(row.microbatch))
     step = apply(techniques, model, sgd(model), loss=loss)
-    for _ in range(4):
+    for _ in range(3):  # eagerly, captured, replayed
         value = step(batch)
     gc.collect()
     peak = step.measure(batch).peak_bytes - before
-    time_ms = timed(lambda: step(batch), steps)
+    times = timed(lambda: step(batch), steps)
     found = {"name": f"density {row.density:g} microbatch {row.microbatch}, {layout}",
-             "counted_mb": row.counted_mb, "peak_bytes": peak, "milliseconds": time_ms,
-             "loss": float(value), "layout": layout, "captured": step.captured}  # fmt: skip
+             "counted_mb": row.counted_mb, "peak_bytes": peak, "loss": float(value),
+             "layout": layout, "captured": step.captured, **times}  # fmt: skip
     if live:
-        found |= taken_apart(step, batch, before)
+        try:
+            found |= taken_apart(step, batch, before)
+        except Exception:  # the row itself was measured
+            traceback.print_exc()
     return found
 
 
@@ -165,8 +214,7 @@ def taken_apart(step: Any, batch: Any, before: int) -> dict[str, Any]:
     step.use_graph(False)
     gc.collect()
     torch.cuda.empty_cache()
-    for _ in range(2):
-        step(batch)
+    step(batch)
     eager = step.measure(batch).peak_bytes - before
     peak = step.live(batch)
     print(
@@ -192,12 +240,10 @@ def others(steps: int) -> list[dict[str, Any]]:
             for _ in range(3):
                 value = step(data)
             peak = step.measure(data).peak_bytes - before
-            row = {"name": f"{name}, {step.plan}", "peak_bytes": peak, "loss": float(value),
-                   "milliseconds": timed(lambda s=step, d=data: s(d), steps)}  # fmt: skip
-            print(
-                f"{row['name']:80s} {peak / 1e6:9.1f} MB {row['milliseconds']:8.1f} ms", flush=True
-            )
-            found.append(row)
+            times = timed(lambda s=step, d=data: s(d), steps)
+            found.append(shown({"name": f"{name}, {step.plan}", "peak_bytes": peak,
+                                "loss": float(value), "captured": step.captured,
+                                **times}))  # fmt: skip
             del model, step, data
     return found
 
