@@ -7,7 +7,6 @@ elementwise update works on them unchanged.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +21,6 @@ from torch.distributed.tensor import DTensor
 from ..errors import InputError
 from ..planning.plan import Plan
 from ..techniques.base import Setup
-from ..techniques.checkpointing.wrap import grouped_blocks
 from ..techniques.precision.update import ELEMENTWISE
 from ..trace.blocks import block_paths, is_normalization
 
@@ -70,14 +68,10 @@ def check_sharding(setup: Setup, plan: Plan) -> None:
 
 
 def _units(model: nn.Module, plan: Plan) -> list[tuple[str, ...]]:
-    """The blocks that are gathered together: those that are recomputed together."""
-    chosen = plan.checkpointing
-    paths = block_paths(model)
-    size = 1
-    if chosen is not None and chosen.strategy.startswith("residual"):
-        paths = chosen.blocks or paths
-        size = int(re.findall(r"\d+", chosen.strategy)[0])
-    return grouped_blocks(model, paths, size)
+    """The blocks that are gathered together: those that run again together."""
+    if plan.checkpointing is None:
+        return [(path,) for path in block_paths(model)]
+    return plan.checkpointing.groups(model)
 
 
 @dataclass(frozen=True)

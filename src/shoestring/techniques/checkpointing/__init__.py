@@ -6,6 +6,7 @@ import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
 from torch import nn
 
@@ -76,6 +77,14 @@ class Checkpointing(WholeBatch):
                 hint="name them, blocks=('stage1', 'stage2'), or use every-M",
             )
         return found
+
+    def groups(self, model: nn.Module) -> list[tuple[str, ...]]:
+        """Paths of the blocks that run as one; each for itself where only functions run again."""
+        if not self.strategy.startswith(("residual", "per-block")):
+            return [(path,) for path in block_paths(model)]
+        paths = self._find(model)
+        ends = accumulate(leaves(item) for item in self._items(model, paths))
+        return [tuple(paths[start:end]) for start, end in pairwise([0, *ends])]
 
     def apply(self, setup: Setup) -> None:
         """Wrap the blocks, or the whole run, in regions."""
