@@ -157,7 +157,7 @@ def test_other_numbers_or_tensors_are_not_replayed() -> None:
         assert step.captured == (step is captured)
         saved = step.state_dict()
         for group in step.optimizer.param_groups:
-            group["lr"] = 5e-3
+            group["lr"], group["weight_decay"] = 5e-3, 1e-2
         trained(step, data)
         step.load_state_dict(saved)  # the optimizer makes tensors of its own for what it loads
         step.model.layers[0].norm1.weight.requires_grad_(False)
@@ -221,6 +221,25 @@ def test_a_step_that_cannot_be_captured_stays_eager_and_right(kind: Any, said: s
     working = started("sgd", Checkpointing("residual-1"))  # what failed is in nobody's way
     trained(working, data)
     assert working.captured
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_a_captured_step_follows_a_learning_rate_that_moves_at_every_step(optimizer: str) -> None:
+    data = batches([9] * 6)
+    results = []
+    for graph in (False, True):
+        step = started(optimizer, Precision("fp16"), Checkpointing("residual-1"))
+        step.use_graph(graph)
+        schedule = torch.optim.lr_scheduler.LambdaLR(step.optimizer, lambda n: 1 / (1 + n))
+        torch.manual_seed(5)
+        losses = []
+        for batch in data:
+            losses.append(step(batch))
+            schedule.step()
+        assert step.captured == graph
+        results.append([*losses, *(p.detach().clone() for p in step.model.parameters())])
+    assert_same(*results, "eager and captured")
+    assert not torch.equal(results[1][0], results[1][5])
 
 
 def test_settings_that_move_at_every_step_are_not_captured_for_nothing() -> None:

@@ -28,7 +28,9 @@ class Step:
         self._setup = setup
         self.plan = plan
         precision = "fp32" if plan.precision is None else plan.precision.kind
-        self._graph = GraphRunner(setup, self._compute) if can_capture(setup, precision) else None
+        self._graph = (
+            GraphRunner(setup, self._compute, precision) if can_capture(setup, precision) else None
+        )
         self.measured: Measurement | None = None
         """What the last `measure` found."""
         self.loss: torch.Tensor | None = None

@@ -20,6 +20,7 @@ from ..techniques.base import Setup
 from ..techniques.checkpointing.draws import Starts, followed_by
 from .captured import CapturedStep, default_generator
 from .host import HostState
+from .rates import Rates
 from .streams import rewound_streams, stream_states
 
 MOST_GRAPHS = 8
@@ -46,8 +47,11 @@ def can_capture(setup: Setup, precision: str) -> bool:
 class GraphRunner:
     """Runs a step eagerly when its shapes are new, captures it when they come again."""
 
-    def __init__(self, setup: Setup, compute: Callable[[Any], torch.Tensor]) -> None:
+    def __init__(
+        self, setup: Setup, compute: Callable[[Any], torch.Tensor], precision: str
+    ) -> None:
         self._setup, self._compute = setup, compute
+        self._rates = Rates(setup.optimizer, precision)
         self._modules = list(setup.model.modules())
         self._graphs: OrderedDict[Any, CapturedStep] = OrderedDict()
         self._seen: OrderedDict[Any, list[int | None]] = OrderedDict()
@@ -59,6 +63,10 @@ class GraphRunner:
 
     def __call__(self, batch: Any) -> torch.Tensor:
         """One step on the GPU."""
+        with self._rates.on_device(next(self._setup.model.parameters()).device):
+            return self._run(batch)
+
+    def _run(self, batch: Any) -> torch.Tensor:
         shapes = _shapes(batch)
         self._look()
         graph = self._graphs.get(shapes)
@@ -139,7 +147,7 @@ class GraphRunner:
             warnings.warn(
                 f"the step is not captured as a CUDA graph: {str(error).splitlines()[0]}",
                 RuntimeWarning,
-                stacklevel=4,
+                stacklevel=5,
             )
             return None
         if len(self._graphs) == MOST_GRAPHS:
