@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..errors import InputError
+from ..errors import InputError, TrainingStopped
 
 FILE = "records.jsonl"
 
@@ -30,38 +30,51 @@ class Records:
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / FILE
-        self._file = self.path.open("ab")
+        try:
+            self._handle = os.open(self.path, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o644)
+        except OSError as error:
+            raise InputError(f"cannot write to {self.path}: {error.strerror}") from None
 
     def write(self, event: str, **fields: Any) -> Event:
         """One line: what happened, when, and the fields."""
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         made = {"event": event, "time": now, **fields}
-        # A line in one write; a reader of a running file sees whole lines.
-        self._file.write((json.dumps(made, ensure_ascii=False) + "\n").encode())
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        line = (json.dumps(made, ensure_ascii=False) + "\n").encode()
+        before = self.size_bytes
+        try:
+            written = os.write(self._handle, line)  # at once: a reader sees whole lines
+            if written < len(line):
+                os.write(self._handle, line[written:])  # says why
+            os.fsync(self._handle)
+        except OSError as error:
+            os.ftruncate(self._handle, before)
+            raise TrainingStopped(
+                f"cannot write to {self.path}: {error.strerror}",
+                hint="make room and go on with --resume",
+            ) from error
         return made
 
     @property
     def size_bytes(self) -> int:
         """Where the next event will begin; a snapshot remembers it."""
-        return self._file.tell()
+        return os.fstat(self._handle).st_size
 
     def truncate(self, size_bytes: int) -> None:
         """Forget the events after a snapshot: they will happen again."""
-        held = self.path.stat().st_size
+        held = self.size_bytes
         if held < size_bytes:
             raise InputError(
                 f"{self.path} has {held:,} bytes, the snapshot was made after {size_bytes:,}",
                 hint="the file was shortened by hand; start again in another folder",
             )
-        self._file.truncate(size_bytes)
-        self._file.seek(size_bytes)
-        os.fsync(self._file.fileno())
+        os.ftruncate(self._handle, size_bytes)
+        os.fsync(self._handle)
 
-    def close(self) -> None:
-        """No more events."""
-        self._file.close()
+    def __enter__(self) -> Records:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        os.close(self._handle)
 
 
 def read(path: str | Path) -> list[Event]:

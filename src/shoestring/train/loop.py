@@ -44,10 +44,14 @@ def train(
         trainer = Trainer(
             settings, task, device, predict=state is None, device_limit_bytes=device_limit_bytes
         )
-        records = _begin(folder, trainer, state)
         every = snapshot_every or trainer.feed.steps_per_epoch
         last = min(trainer.updates, stop_after or trainer.updates)
-        with Display(trainer) as display, Board(folder, tensorboard) as board, _signals() as asked:
+        with (
+            _records(folder, trainer, state) as records,
+            Board(folder, tensorboard) as board,
+            Display(trainer) as display,
+            _signals() as asked,
+        ):
             while trainer.done < last:
                 trainer.advance()
                 if trainer.at_end_of_epoch and (
@@ -65,7 +69,7 @@ def train(
                     _save(folder, trainer, records)
                 if asked:
                     raise _stopped_by(asked[0], trainer, folder)
-        return _finish(trainer, records, folder)
+            return _finish(trainer, records, folder)
 
 
 def _latest(folder: Path) -> dict[str, Any] | None:
@@ -77,24 +81,27 @@ def _latest(folder: Path) -> dict[str, Any] | None:
     return state
 
 
-def _begin(folder: Path, trainer: Trainer, state: dict[str, Any] | None) -> Records:
-    """Write the first event, or drop those that will happen again."""
-    records = Records(folder)
-    if state is None:
-        records.truncate(0)
-        records.write(
-            "start",
-            settings=trainer.settings.as_dict(),
-            parameters=trainer.parameters,
-            updates=trainer.updates,
-            predicted=trainer.predicted,
-            host=provenance(trainer.device),
-        )
-        return records
-    trainer.load_state_dict(state)
-    records.truncate(state["records_bytes"])
-    records.write("resume", step=trainer.done, host=provenance(trainer.device))
-    return records
+@contextmanager
+def _records(folder: Path, trainer: Trainer, state: dict[str, Any] | None) -> Iterator[Records]:
+    """Go on from the state where there is one; write the first event, or drop those to come."""
+    host = provenance(trainer.device)
+    if state is not None:
+        trainer.load_state_dict(state)
+    with Records(folder) as records:
+        if state is not None:
+            records.truncate(state["records_bytes"])
+            records.write("resume", step=trainer.done, host=host)
+        else:
+            records.truncate(0)
+            records.write(
+                "start",
+                settings=trainer.settings.as_dict(),
+                parameters=trainer.parameters,
+                updates=trainer.updates,
+                predicted=trainer.predicted,
+                host=host,
+            )
+        yield records
 
 
 def _save(folder: Path, trainer: Trainer, records: Records) -> None:
@@ -130,7 +137,6 @@ def _finish(trainer: Trainer, records: Records, folder: Path) -> Event:
     if trainer.done < trainer.updates:
         return {"event": "stopped", "folder": str(folder), **measured}
     end = records.write("end", **measured)
-    records.close()
     return {**end, "folder": str(folder)}
 
 

@@ -41,7 +41,7 @@ class Trainer:
         self.settings, self.device = settings, device
         kind = "fp32" if settings.plan.precision is None else settings.plan.precision.kind
         self._dtype = _TYPES[kind]
-        torch.manual_seed(settings.seed)
+        seed_streams(settings.seed)
         model, self.loss = build_model(settings.model)
         self.parameters = sum(p.numel() for p in model.parameters())
         self.predicted = self._predict(model, task) if predict else {}
@@ -216,6 +216,8 @@ class Trainer:
         self.settings.check_same(state["settings"])
         self.predicted = state["predicted"]
         self.step.load_state_dict(state["step"])
+        for group in self.step.optimizer.param_groups:
+            group["fused"] = self.device.type == "cuda"  # the snapshot may come from elsewhere
         set_random_state(state["random"])
         self.done = state["done"]
         self.accuracy, self.best_accuracy, self.best_epoch = state["accuracy"]
@@ -260,6 +262,13 @@ def prepare_device(name: str | None, *, tf32: bool, benchmark: bool) -> torch.de
         torch.backends.cuda.matmul.allow_tf32 = tf32
         torch.backends.cudnn.benchmark = benchmark
     return device
+
+
+def seed_streams(seed: int) -> None:
+    """Start every global generator a model may draw from."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
 
 
 def random_state() -> dict[str, Any]:
