@@ -1,0 +1,216 @@
+"""Two ranks train as one process does: DDP and FSDP2, under every plan that composes with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shoestring as ss
+from shoestring.errors import InputError
+from shoestring.train.apply import apply
+from shoestring.train.certificate import relative_error
+from shoestring.train.distributed import Parallel, cut_evenly
+from techniques.small_models import SMALL
+from train.two_ranks import (
+    CROSSED,
+    OPTIMIZERS,
+    SAME,
+    STEPS,
+    batches,
+    make,
+    together,
+    trained,
+    units,
+    with_padding,
+)
+
+ROUNDING = {"fp16": 2e-2}
+"""Largest relative error; FP16 adds the parts of a gradient in another order."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Steady where cores are shared."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The results of both ranks, by job."""
+    states = {}
+    for _, plan in CROSSED:
+        states[plan] = trained(make("tied", plan), batches("tied")[: STEPS // 2])["state"]
+    return together(tmp_path_factory.mktemp("ranks"), states)
+
+
+def alone(model: str, plan: str, optimizer: str = "sgd") -> dict[str, Any]:
+    return trained(make(model, plan, optimizer), batches(model))
+
+
+def weights_of(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """What does not depend on how many ranks count batches and track statistics."""
+    skipped = ("num_batches_tracked", "running_mean", "running_var")
+    return {k: v for k, v in state["model"].items() if not k.endswith(skipped)}
+
+
+def moments_of(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {
+        f"{index} {key}": value
+        for index, held in state["optimizer"]["state"].items()
+        for key, value in held.items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def assert_same(expected: dict[str, Any], given: dict[str, Any], tolerance: float = 1e-4) -> None:
+    assert given["losses"] == pytest.approx(expected["losses"], rel=tolerance / 4)
+    for read in (weights_of, moments_of):
+        if "optimizer" not in given["state"] and read is moments_of:
+            continue
+        a, b = read(expected["state"]), read(given["state"])
+        assert a.keys() == b.keys()
+        assert all(a[k].shape == b[k].shape for k in a)
+        assert relative_error([(a[k], b[k]) for k in a]) < tolerance, read.__name__
+
+
+@pytest.mark.parametrize("case", SAME, ids=" ".join)
+def test_two_ranks_train_as_one_process(found: list[Any], case: tuple[str, ...]) -> None:
+    parallel, model, plan, optimizer = case
+    first, second = (result[" ".join(case)] for result in found)
+    assert_same(alone(model, plan, optimizer), first, ROUNDING.get(plan, 1e-4))
+    assert first["losses"] == second["losses"]
+    assert first["indexes"].keys() == second["indexes"].keys()
+    assert all(torch.equal(a, second["indexes"][n]) for n, a in first["indexes"].items())
+    if parallel == "ddp":
+        for read in (weights_of, moments_of):
+            a, b = read(first["state"]), read(second["state"])
+            assert all(torch.equal(a[k], b[k]) for k in a)
+    if plan in ("dsr", "set"):
+        rewiring = first["state"]["techniques"]["sparsity"]
+        assert rewiring["rewirings"] == 3 and rewiring["rewired"] > 0
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_gradients_are_synchronised_once_a_step(found: list[Any], kind: str) -> None:
+    """As often for one rank's three microbatches as for a whole share at once."""
+    for result in found:
+        plain, parts = (result[f"collectives {kind} {p}"] for p in ("plain", "microbatched"))
+        if kind == "ddp":
+            assert plain == parts
+            assert plain["counts"] == {"allreduce_": 2}  # the gradients, packed; the loss
+            assert plain["summed"] == plain["elements"] + 1
+        else:
+            units = 4  # three layers, and what is around them
+            assert plain["counts"]["_reduce_scatter_base_"] == units
+            assert parts["counts"]["_reduce_scatter_base_"] == units
+            assert parts["summed"] == 1
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_an_overflow_on_one_rank_skips_on_all(found: list[Any], kind: str) -> None:
+    first, second = (result[f"overflow {kind}"] for result in found)
+    for result in (first, second):
+        assert result["skipped"] == 1 and result["scale"] == 2.0**14
+    held, kept, last = (weights_of(first[k]) for k in ("before", "after", "last"))
+    assert all(torch.equal(held[k], kept[k]) for k in held)
+    assert not all(torch.equal(kept[k], last[k]) for k in kept)
+
+
+@pytest.mark.parametrize("kind, plan", CROSSED)
+def test_a_state_goes_from_two_ranks_to_one(found: list[Any], kind: str, plan: str) -> None:
+    begun = found[0][f"begin {kind} {plan}"]
+    step = make("tied", plan, seed=1)
+    step.load_state_dict(begun["state"])
+    rest = trained(step, batches("tied")[STEPS // 2 :])
+    assert_same(alone("tied", plan), {**rest, "losses": begun["losses"] + rest["losses"]})
+
+
+@pytest.mark.parametrize("kind, plan", CROSSED)
+def test_a_state_goes_from_one_rank_to_two(found: list[Any], kind: str, plan: str) -> None:
+    expected = alone("tied", plan)
+    given = found[0][f"go on {kind} {plan}"]
+    assert_same({**expected, "losses": expected["losses"][STEPS // 2 :]}, given)
+
+
+def test_all_ranks_start_from_the_first_ones_weights(found: list[Any]) -> None:
+    assert_same(alone("mlp", "plain"), found[1]["other_weights_at_first"])
+
+
+@pytest.mark.parametrize("job", ["parts_of_their_own", "parts_of_their_own_sharded"])
+def test_unequal_parts_weigh_what_they_have(found: list[Any], job: str) -> None:
+    assert_same(alone("mlp", "microbatched"), found[0][job])
+
+
+def test_a_loss_averaged_over_units(found: list[Any]) -> None:
+    step = make("mlp", "plain")
+    assert [int(units(b)) for b in with_padding(1)] == [4]
+    assert_same(trained(step, with_padding()), found[0]["averaged_over_tokens"])
+
+
+def test_running_statistics_become_the_mean_of_the_ranks(found: list[Any]) -> None:
+    first, second = (result["statistics"] for result in found)
+    assert not torch.equal(first["own"], second["own"])
+    torch.testing.assert_close(first["mean"], (first["own"] + second["own"]) / 2)
+    assert torch.equal(first["mean"], second["mean"])
+
+
+def test_a_transformed_model_in_pytorchs_own_ddp(found: list[Any]) -> None:
+    small = SMALL["tied"]
+    torch.manual_seed(0)
+    model = small.build()
+    chosen = [ss.Sparsity(0.3, method="static"), ss.Checkpointing("residual-2")]
+    step = apply(chosen, model, OPTIMIZERS["sgd"](model), loss=small.loss)
+    assert_same(trained(step, batches("tied")), found[0]["wrapped_by_hand"])
+
+
+def test_what_cannot_be_shared_is_refused_on_all_ranks(found: list[Any]) -> None:
+    for result in found:
+        refused = result["refusals"]
+        assert "sparse weights" in refused["dsr"]
+        assert "without compensation" in refused["compensated"]
+        assert "state of Adam" in refused["fp16 adam"]
+        assert "minibatch of 1 has no share" in refused["small"]
+        assert "DistributedDataParallel" in refused["wrapped"]
+        assert all(text.startswith("InputError") for text in refused.values())
+        assert "rewired their sparse weights differently" in result["other_pattern"]["error"]
+
+
+@pytest.mark.parametrize(
+    "examples, parts, unit, expected",
+    [
+        (6, 2, 1, [(0, 3), (3, 6)]),
+        (7, 2, 1, [(0, 3), (3, 7)]),
+        (6, 2, 2, [(0, 2), (2, 6)]),
+        (100, 4, 10, [(0, 20), (20, 50), (50, 70), (70, 100)]),
+        (95, 2, 10, [(0, 50), (50, 95)]),
+        (15, 2, 10, [(0, 10), (10, 15)]),
+        (10, 2, 10, [(0, 5), (5, 10)]),
+        (1, 2, 1, [(0, 0), (0, 1)]),
+    ],
+)
+def test_shares_are_whole_microbatches(
+    examples: int, parts: int, unit: int, expected: list[tuple[int, int]]
+) -> None:
+    assert cut_evenly(examples, parts, unit) == expected
+
+
+def test_what_is_no_parallel() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(parallel: Any) -> None:
+        apply([], model, optimizer, loss=lambda m, b: m(b).sum(), parallel=parallel)
+
+    with pytest.raises(InputError, match="needs a process group"):
+        step("ddp")
+    with pytest.raises(InputError, match="unknown parallel 'dp'"):
+        step("dp")
+    with pytest.raises(InputError, match="unknown batches"):
+        step(Parallel(batches="half"))
