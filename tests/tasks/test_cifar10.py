@@ -151,7 +151,7 @@ def test_a_pickle_runs_nothing(python, tmp_path, payload, said, monkeypatch):
 
 
 @pytest.mark.data
-@pytest.mark.skipif(VARIABLE not in os.environ, reason=f"{VARIABLE} names no folder")
+@pytest.mark.skipif(not os.environ.get(VARIABLE), reason=f"{VARIABLE} names no folder")
 def test_the_real_images():
     """Counts by class, and the numbers they are normalised with."""
     task = load_task("cifar10")
