@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..techniques.base import Setup
@@ -33,7 +34,8 @@ PATIENCE = 3
 
 def can_capture(setup: Setup, precision: str) -> bool:
     """Whether the update stays on the device, and random numbers come from PyTorch's generator."""
-    if next(setup.model.parameters()).device.type != "cuda":
+    first = next(setup.model.parameters())
+    if first.device.type != "cuda" or isinstance(first, FakeTensor):
         return False
     if any(isinstance(m, nn.RNNBase) and m.dropout > 0 for m in setup.model.modules()):
         return False  # cuDNN draws from a state of its own
