@@ -223,6 +223,21 @@ def test_a_step_that_cannot_be_captured_stays_eager_and_right(kind: Any, said: s
     assert working.captured
 
 
+def test_hooks_of_the_optimizer_are_called_at_every_update() -> None:
+    step, calls = started("sgd", Precision("fp16")), []
+    data = batches([9] * 4)
+    for batch in data:
+        step(batch)
+    assert step.captured
+    handle = step.optimizer.register_step_pre_hook(lambda *_: calls.append(1))
+    for batch in data:
+        step(batch)
+    assert len(calls) == 4
+    handle.remove()
+    step(data[0])
+    assert len(calls) == 4 and step.captured
+
+
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_a_captured_step_follows_a_learning_rate_that_moves_at_every_step(optimizer: str) -> None:
     data = batches([9] * 6)

@@ -70,6 +70,8 @@ class GraphRunner:
 
     def _run(self, batch: Any) -> torch.Tensor:
         shapes = _shapes(batch)
+        if _hooked(self._setup.optimizer):  # a graph would not call them
+            return self._eagerly(batch, shapes)
         self._look()
         graph = self._graphs.get(shapes)
         if graph is None and self.enabled and shapes in self._seen:
@@ -132,8 +134,6 @@ class GraphRunner:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         try:
-            if _hooked(self._setup.optimizer):
-                raise RuntimeError("the optimizer has hooks, which run on the host")
             with rewound_streams():
                 drawn = stream_states()
                 starts = self._seen[shapes]
