@@ -13,7 +13,7 @@ import shoestring as ss
 from shoestring.errors import InputError
 from shoestring.train.apply import apply
 from shoestring.train.certificate import relative_error
-from shoestring.train.distributed import Parallel, cut_evenly
+from shoestring.train.shares import Parallel, cut_evenly
 from techniques.small_models import SMALL
 from train.two_ranks import (
     CROSSED,

@@ -21,7 +21,8 @@ from shoestring.errors import ShoestringError
 from shoestring.techniques import Checkpointing, Microbatching, Precision, Sparsity, Technique
 from shoestring.techniques.sparsity import sparse_tensors
 from shoestring.train.apply import Step, apply
-from shoestring.train.distributed import Parallel, average_statistics
+from shoestring.train.distributed import average_statistics
+from shoestring.train.shares import Parallel
 from techniques.small_models import SMALL
 
 REWIRES = {"schedule": ((100, 2),), "rewire_fraction": 0.05}

@@ -18,7 +18,8 @@ from ..trace.graph import Phase
 from .graph import GraphRunner, can_capture, on_device
 
 if TYPE_CHECKING:
-    from .distributed import Parallel, Ranks
+    from .distributed import Ranks
+    from .shares import Parallel
 
 
 class Step:
@@ -66,6 +67,11 @@ class Step:
         if self._graph is not None:
             self._graph.drop()
             self._graph.enabled = wanted
+
+    @property
+    def measurable(self) -> bool:
+        """Whether `measure` can say what a step needs."""
+        return True
 
     def measure(self, batch: Any) -> Measurement:
         """Run one step and return its peak, tracked storage by storage or by the allocator.

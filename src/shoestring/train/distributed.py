@@ -7,140 +7,30 @@ loss scale and sparse pattern stay equal without being sent. `sharding.py` split
 
 from __future__ import annotations
 
-import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import InputError, ShoestringError
+from ..memory.measure import Measurement
 from ..planning.plan import Plan
 from ..techniques.base import Setup
-from ..techniques.microbatching.split import cut, examples_of
 from ..techniques.sparsity.modules import sparse_tensors
 from ..trace.blocks import is_normalization
 from ..trace.graph import Phase
 from .apply import Step
+from .group import communication_device, ranks
 from .sharding import Sharding, check_sharding
-
-KINDS = ("ddp", "fsdp")
+from .shares import Parallel, Shares
 
 BUCKET_BYTES = 2**20
 """Smaller gradients are packed into one message of about this size; larger ones go as they are."""
-
-Units = Callable[[Any], float | torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Parallel:
-    """How the ranks of a process group share a step.
-
-    `ddp`: every rank holds the whole model. `fsdp`: parameters, gradients and optimizer state are
-    split over the ranks (FSDP2). With `batches="whole"` every rank is given the same minibatch and
-    runs its share of it; with "shares" each is given its own part, as `DistributedSampler` does.
-    `weight` is what the loss is averaged over, as in `Microbatching`, and by default the same.
-    """
-
-    kind: str = "ddp"
-    batches: str = "whole"
-    weight: str | Units | None = None
-
-    def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise InputError(f"unknown parallel {self.kind!r}", hint="'ddp' or 'fsdp'")
-        if self.batches not in ("whole", "shares"):
-            raise InputError(f"unknown batches {self.batches!r}", hint="'whole' or 'shares'")
-
-
-def ranks() -> int:
-    """How many processes train together; 1 where there is no process group."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-
-
-def rank() -> int:
-    """This process among them; 0 writes what there is to write."""
-    return dist.get_rank() if ranks() > 1 else 0
-
-
-def cut_evenly(examples: int, parts: int, unit: int = 1) -> list[tuple[int, int]]:
-    """First and last (exclusive) example of each part, in whole microbatches of `unit`.
-
-    So every microbatch, and what BatchNorm sees, is the one that a single process would run; only
-    where there are fewer microbatches than parts are they cut.
-    """
-    blocks = -(-examples // unit)
-    if blocks < parts:
-        blocks, unit = examples, 1
-    bounds = [min(unit * (blocks * part // parts), examples) for part in range(parts + 1)]
-    return list(pairwise(bounds))
-
-
-class Shares:
-    """batch → this rank's part of it and its weight, in place of the whole batch.
-
-    Under `fsdp` all ranks gather parameters together and so need as many microbatches: each cuts
-    its share into that many, where whole ones do not come out even.
-    """
-
-    def __init__(self, parallel: Parallel, plan: Plan) -> None:
-        micro = plan.microbatching
-        self._whole = parallel.batches == "whole"
-        self._unit = 1 if micro is None else micro.size
-        self._units = parallel.weight or ("examples" if micro is None else micro.weight)
-        self._together = parallel.kind == "fsdp" and micro is not None and not micro.simulated
-
-    def __call__(self, batch: Any) -> Iterator[tuple[Any, float | torch.Tensor]]:
-        examples = examples_of(batch) or 0
-        total = self._count(batch, (0, examples))
-        if self._whole:
-            even = self._together and -(-examples // self._unit) % ranks() != 0
-            shares = cut_evenly(examples, ranks(), 1 if even else self._unit)
-        else:
-            shares = [(0, examples)] * ranks()
-            total = _over_ranks(total, dist.ReduceOp.SUM)
-        sizes = [stop - start for start, stop in shares]
-        count = self._microbatches(max(sizes))
-        if min(sizes) < count:  # said on all ranks, before one waits for another
-            raise InputError(
-                f"a minibatch of {examples} has no {count} microbatches for each of {ranks()} ranks"
-                if count > 1
-                else f"a minibatch of {examples} has no share for each of {ranks()} ranks",
-                hint="a larger minibatch, larger microbatches or fewer ranks",
-            )
-        first, last = shares[rank()]
-        unit = self._unit if -(-(last - first) // self._unit) == count else 1
-        for start, stop in cut_evenly(last - first, count, unit):
-            part = (first + start, first + stop)
-            yield cut(batch, *part), self._count(batch, part) / total
-
-    def _microbatches(self, examples: int) -> int:
-        """How many parts every rank makes of its share; 1 leaves the cutting to microbatching."""
-        if not self._together:
-            return 1
-        count = -(-examples // self._unit)
-        return count if self._whole else int(_over_ranks(count, dist.ReduceOp.MAX))
-
-    def _count(self, batch: Any, part: tuple[int, int]) -> float | torch.Tensor:
-        """What the loss of a part is averaged over."""
-        if not callable(self._units):
-            return float(part[1] - part[0])
-        units = self._units(cut(batch, *part))
-        return units.detach().double() if isinstance(units, torch.Tensor) else float(units)
-
-
-def _over_ranks(number: float | torch.Tensor, op: Any) -> torch.Tensor:
-    """A number of every rank, reduced; nobody waits for the device."""
-    own = torch.as_tensor(number, dtype=torch.float64)
-    mine = own.detach().clone().to(communication_device())
-    dist.all_reduce(mine, op=op)
-    return mine
 
 
 class Reduction:
@@ -209,11 +99,13 @@ def _add_packed(pack: list[torch.Tensor]) -> None:
 
 @torch.no_grad()
 def average_statistics(model: nn.Module) -> None:
-    """BatchNorm's running statistics become their mean over the ranks.
+    """BatchNorm's running statistics become their mean over the ranks; alone, they are that.
 
     Each rank tracks the microbatches it ran. A running average is linear, so it does not matter
     for later ones when, or how often, the mean is taken.
     """
+    if ranks() == 1:
+        return
     running = [
         buffer
         for module in model.modules()
@@ -224,6 +116,12 @@ def average_statistics(model: nn.Module) -> None:
     add_over_ranks(running)
     for buffer in running:
         buffer.div_(ranks())
+
+
+def own_tensors(model: nn.Module) -> list[torch.Tensor]:
+    """Parameters and buffers, of those that are split this rank's part."""
+    held = [*model.parameters(), *model.buffers()]
+    return [t.to_local() if isinstance(t, DTensor) else t for t in held]
 
 
 class SamePattern:
@@ -316,6 +214,20 @@ class ParallelStep(Step):
         dist.all_reduce(loss)
         return loss
 
+    @property
+    def measurable(self) -> bool:
+        """Not `fsdp` on the CPU: it frees parameters in ways that a count of storages misses."""
+        device = next(self.model.parameters()).device.type
+        return self._sharding is None or device == "cuda"
+
+    def measure(self, batch: Any) -> Measurement:
+        """Run one step and return the peak of this rank."""
+        if not self.measurable:
+            raise InputError(
+                "what fsdp takes on the CPU cannot be measured", hint="measure it on CUDA"
+            )
+        return super().measure(batch)
+
     def state_dict(self) -> dict[str, Any]:
         """Everything that outlives a step, whole: any number of ranks can go on from it.
 
@@ -334,27 +246,6 @@ class ParallelStep(Step):
         super().load_state_dict(state)
 
 
-def launched() -> int:
-    """The number of processes that torchrun started; 1 without it."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-@contextmanager
-def process_group(device: torch.device) -> Iterator[torch.device]:
-    """Join the processes torchrun started; this one's device. Without torchrun, do nothing."""
-    if launched() == 1 or dist.is_initialized():
-        yield device
-        return
-    if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    try:
-        yield device
-    finally:
-        dist.destroy_process_group()
-
-
 def parallel_of(given: str | Parallel | None) -> Parallel | None:
     """What was asked for; None where one process trains alone."""
     if given is None:
@@ -366,9 +257,3 @@ def parallel_of(given: str | Parallel | None) -> Parallel | None:
             hint="start with torchrun, and call torch.distributed.init_process_group() first",
         )
     return chosen if ranks() > 1 else None
-
-
-def communication_device() -> torch.device:
-    """Where the process group's tensors must lie."""
-    nccl = "nccl" in str(dist.get_backend())
-    return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")

@@ -1,0 +1,116 @@
+"""The processes that train together: who they are, and what they tell each other.
+
+Every function is for one process alone, too, where it does nothing; with several, all ranks must
+call it at the same point.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ..errors import InputError, ShoestringError
+
+T = TypeVar("T")
+
+
+def ranks() -> int:
+    """How many processes train together; 1 where there is no process group."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def rank() -> int:
+    """This process among them; rank 0 writes what there is to write."""
+    return dist.get_rank() if ranks() > 1 else 0
+
+
+def launched() -> int:
+    """The number of processes that torchrun started; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def is_first() -> bool:
+    """Whether this process is the one that speaks; known before there is a group."""
+    return os.environ.get("RANK", "0") == "0" or launched() == 1
+
+
+def local_device(name: str | None) -> str | None:
+    """The GPU torchrun means for this process, unless one is named."""
+    wants_cuda = name == "cuda" or (name is None and torch.cuda.is_available())
+    return f"cuda:{os.environ['LOCAL_RANK']}" if launched() > 1 and wants_cuda else name
+
+
+def parallel_for(wanted: str | None) -> str | None:
+    """How the processes torchrun started train: `ddp` unless said; alone, nothing can be said."""
+    if launched() > 1:
+        return wanted or "ddp"
+    if wanted is not None:
+        raise InputError(
+            f"--parallel {wanted} is for several processes",
+            hint="torchrun --nproc-per-node 2 -m shoestring train …",
+        )
+    return None
+
+
+_LOST = re.compile("Connection closed by peer|Connection reset|Broken pipe|remote process exited")
+
+
+@contextmanager
+def process_group(device: torch.device) -> Iterator[None]:
+    """Join the processes torchrun started, and leave them at the end; alone, do nothing.
+
+    Where another rank ends early, this one says so in a line: the reason is that rank's.
+    """
+    if launched() == 1 or dist.is_initialized():
+        yield
+        return
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        yield
+    except RuntimeError as error:
+        if not _LOST.search(str(error)):
+            raise
+        raise ShoestringError(
+            f"rank {dist.get_rank()} stops: another rank ended", hint="see what that one said"
+        ) from error
+    finally:
+        dist.destroy_process_group()
+
+
+def communication_device() -> torch.device:
+    """Where the process group's tensors must lie."""
+    nccl = "nccl" in str(dist.get_backend())
+    return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+
+
+def largest(number: int) -> int:
+    """Of the numbers of all ranks; waits for them."""
+    if ranks() == 1:
+        return number
+    own = torch.tensor(number, dtype=torch.int64, device=communication_device())
+    dist.all_reduce(own, op=dist.ReduceOp.MAX)
+    return int(own)
+
+
+def from_all(value: T) -> list[T]:
+    """The values of all ranks, in their order, on every rank."""
+    if ranks() == 1:
+        return [value]
+    values: list[Any] = [None] * ranks()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def from_first(value: T) -> T:
+    """Rank 0's value, on every rank."""
+    if ranks() == 1:
+        return value
+    held: list[Any] = [value]
+    dist.broadcast_object_list(held, 0)
+    return held[0]
