@@ -65,14 +65,14 @@ def capture(
         recorder = Recorder()
         kernels: AbstractContextManager[Any] = CudaKernels() if device == "cuda" else nullcontext()
         with (
-            _named_failures(recorder),
+            named_failures(recorder),
             fake_mode,
             kernels,
             recorder.following(twin),
             recorder,
         ):
             step = _record_step(recorder, twin, data, loss, fake_optimizer)
-    return _freeze(recorder, twin, fake_optimizer, step, device)
+    return freeze(recorder, twin, fake_optimizer, step, device)
 
 
 @contextmanager
@@ -91,7 +91,7 @@ def user_code() -> Iterator[None]:
 
 
 @contextmanager
-def _named_failures(recorder: Recorder) -> Iterator[None]:
+def named_failures(recorder: Recorder) -> Iterator[None]:
     """Tell what fake tensors cannot do from what the user's own code did wrong."""
     try:
         with user_code():
@@ -113,7 +113,7 @@ def _named_failures(recorder: Recorder) -> Iterator[None]:
         raise
 
 
-class _Step:
+class RecordedStep:
     """What a recorded step leaves behind for freezing: which tensor was what."""
 
     def __init__(self) -> None:
@@ -127,6 +127,36 @@ class _Step:
         self.backward_start = 0
         self.step_counts: set[int] = set()
 
+    def note_gradients(self, recorder: Recorder, named: dict[str, nn.Parameter]) -> None:
+        """Which storages are gradients, once there are any."""
+        for name, parameter in named.items():
+            if parameter.grad is not None:
+                record = recorder.storage_of(parameter.grad)
+                if record is not None:
+                    self.gradients[name] = record
+
+    def note_state(
+        self, recorder: Recorder, optimizer: torch.optim.Optimizer, named: dict[str, nn.Parameter]
+    ) -> None:
+        """Which storages are optimizer state, once a first update has made it."""
+        by_id = {id(p): name for name, p in named.items()}
+        counts_on_device = {
+            id(p)
+            for group in optimizer.param_groups
+            if group.get("fused") or group.get("capturable")
+            for p in group["params"]
+        }
+        for owner, state in optimizer.state.items():
+            name = by_id.get(id(owner), "")
+            tensors = [t for t in tree_leaves(state) if isinstance(t, torch.Tensor)]
+            for leaf in tensors:
+                record = recorder.resident(leaf)
+                if record is not None:
+                    self.state.append(record)
+                    if leaf.dim() == 0 and id(owner) not in counts_on_device:
+                        self.step_counts.add(record.index)
+            self.state_elements[name] = tuple(t.numel() for t in tensors if t.dim() > 0)
+
 
 def _record_step(
     recorder: Recorder,
@@ -134,8 +164,8 @@ def _record_step(
     batch: Any,
     loss: Loss,
     optimizer: torch.optim.Optimizer | None,
-) -> _Step:
-    step = _Step()
+) -> RecordedStep:
+    step = RecordedStep()
     named = dict(model.named_parameters())
     recorder.recording = False
     for name, parameter in named.items():
@@ -162,32 +192,12 @@ def _record_step(
     step.backward_start = len(recorder.ops)
     value.backward()
 
-    for name, parameter in named.items():
-        if parameter.grad is not None:
-            record = recorder.storage_of(parameter.grad)
-            if record is not None:
-                step.gradients[name] = record
+    step.note_gradients(recorder, named)
     if optimizer is not None:
         recorder.phase = Phase.OPTIMIZER
         recorder.recording = False  # the first step makes the state, the second is the steady one
         optimizer.step()
-        by_id = {id(p): name for name, p in named.items()}
-        counts_on_device = {
-            id(p)
-            for group in optimizer.param_groups
-            if group.get("fused") or group.get("capturable")
-            for p in group["params"]
-        }
-        for owner, state in optimizer.state.items():
-            name = by_id.get(id(owner), "")
-            tensors = [t for t in tree_leaves(state) if isinstance(t, torch.Tensor)]
-            for leaf in tensors:
-                record = recorder.resident(leaf)
-                if record is not None:
-                    step.state.append(record)
-                    if leaf.dim() == 0 and id(owner) not in counts_on_device:
-                        step.step_counts.add(record.index)
-            step.state_elements[name] = tuple(t.numel() for t in tensors if t.dim() > 0)
+        step.note_state(recorder, optimizer, named)
         recorder.recording = True
         optimizer.step()
         recorder.recording = False
@@ -230,11 +240,11 @@ def check_loss(value: Any) -> None:
         )
 
 
-def _freeze(
+def freeze(
     recorder: Recorder,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
-    step: _Step,
+    step: RecordedStep,
     device: str,
 ) -> Trace:
     count = len(recorder.ops)

@@ -1,0 +1,124 @@
+"""Plan + model + batch → Trace of the planned step, on fake tensors: nothing is allocated."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
+from ..planning.plan import Plan
+from ..techniques.microbatching.split import cut, examples_of
+from ..trace.capture import Loss, RecordedStep, freeze, named_failures
+from ..trace.cuda import CudaKernels
+from ..trace.fakes import (
+    OptimizerLike,
+    default_to_foreach,
+    fake_batch,
+    fake_model,
+    make_optimizer,
+    same_random_streams,
+)
+from ..trace.graph import Phase, Trace
+from ..trace.recorder import Recorder
+from .apply import Step, apply
+
+
+def capture_step(
+    plan: Plan,
+    model: nn.Module,
+    batch: Any,
+    *,
+    loss: Loss,
+    optimizer: OptimizerLike,
+    device: str = "cpu",
+    trained: Collection[str] = (),
+    watch: Callable[[nn.Module, Recorder], None] | None = None,
+) -> Trace:
+    """One steady step by the plan, as `trace.capture` records a plain one.
+
+    Of several microbatches the second stands for all: it meets the gradients that the first one
+    left, so its peak is the step's. `trained` names the parameters that get a gradient; `watch`
+    is shown the model and the recorder before the step.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with warnings.catch_warnings(), same_random_streams():
+        warnings.simplefilter("ignore")
+        twin, mapping = fake_model(model, mode)
+        data = fake_batch(batch, mode)
+        updates = make_optimizer(optimizer, twin, mapping)
+        assert updates is not None
+        if device == "cuda":
+            default_to_foreach(updates)
+        recorder = Recorder()
+        kernels: AbstractContextManager[Any] = CudaKernels() if device == "cuda" else nullcontext()
+        with named_failures(recorder), mode, kernels:
+            step = apply(Plan.of(plan.techniques), twin, updates, loss=loss)
+            size = None if plan.microbatching is None else plan.microbatching.size
+            examples = examples_of(data) if size is not None else None
+            if size is not None and examples is not None and size < examples:
+                data = cut(data, 0, size)
+                _leave_gradients(step, trained)
+            if watch is not None:
+                watch(twin, recorder)
+            with recorder:  # not following functions: it would replace the techniques' own hooks
+                recorded = _record(recorder, step, data)
+    return freeze(recorder, twin, updates, recorded, device)
+
+
+def _leave_gradients(step: Step, trained: Collection[str]) -> None:
+    """What the microbatch before added up."""
+    for name, parameter in step.model.named_parameters():
+        if parameter.requires_grad and (not trained or name in trained):
+            parameter.grad = torch.empty_like(parameter)
+
+
+def _record(recorder: Recorder, step: Step, batch: Any) -> RecordedStep:
+    made = RecordedStep()
+    setup = step._setup
+    named = dict(step.model.named_parameters())
+    recorder.recording = False
+    for name, parameter in named.items():
+        record = recorder.resident(parameter, name.rpartition(".")[0])
+        if record is not None:
+            made.parameters[name] = record
+        if parameter.grad is not None:
+            recorder.resident(parameter.grad)
+    for name, buffer in step.model.named_buffers():
+        record = recorder.resident(buffer, name.rpartition(".")[0])
+        if record is not None:
+            made.buffers.append(record)
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, torch.Tensor):
+            record = recorder.resident(leaf)
+            if record is not None:
+                made.inputs.append(record)
+    recorder.recording = True
+
+    def entering(phase: Phase) -> None:
+        recorder.phase = phase
+        if phase is Phase.BACKWARD:
+            made.backward_start = made.backward_start or len(recorder.ops)
+        if phase is Phase.OPTIMIZER:
+            made.note_gradients(recorder, named)
+
+    plain_update = setup.update
+
+    def update() -> None:  # the first makes the state, the second is the steady one
+        recorder.recording = False
+        plain_update()
+        made.note_state(recorder, step.optimizer, named)
+        recorder.recording = True
+        plain_update()
+        recorder.recording = False
+
+    setup.update = update
+    step._compute(batch, entering)
+    gc.collect()
+    return made
