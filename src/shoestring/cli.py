@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 import warnings
 from typing import Annotated, Any, NoReturn
@@ -248,10 +249,14 @@ def train(
     tensorboard: Annotated[
         bool, typer.Option("--tensorboard", help="Write TensorBoard's files, too.")
     ] = False,
+    parallel: Annotated[
+        str | None, typer.Option(help="Under torchrun: ddp (the default) or fsdp.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Train to the end: recorded, measured, and resumable to the bit."""
     from .train.command import Call, start
+    from .train.group import is_first
 
     result = start(
         Call(
@@ -282,9 +287,11 @@ def train(
             snapshot_every=snapshot_every,
             stop_after=stop_after,
             tensorboard=tensorboard,
+            parallel=parallel,
         )
     )
-    typer.echo(json.dumps(result.event) if as_json else str(result))
+    if is_first():
+        typer.echo(json.dumps(result.event) if as_json else str(result))
 
 
 def show_profile(settings: dict[str, Any], result: Any) -> None:
@@ -340,7 +347,8 @@ def main() -> NoReturn:
     try:
         status = app(standalone_mode=False)  # an early exit, such as --version, returns its status
     except ShoestringError as error:
-        _fail(render(error), error.exit_status)
+        rank = os.environ.get("RANK", "0")  # under torchrun the first one speaks for all
+        _fail(render(error) if rank == "0" else f"rank {rank}: {error.message}", error.exit_status)
     except KeyboardInterrupt:
         _fail("stopped", 130)
     except Exception as error:

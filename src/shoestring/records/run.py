@@ -77,6 +77,28 @@ class Records:
         os.close(self._handle)
 
 
+class Unwritten(Records):
+    """Records of a rank that leaves the file to rank 0."""
+
+    def __init__(self) -> None:
+        pass
+
+    def write(self, event: str, **fields: Any) -> Event:
+        """The event, on no disk."""
+        return {"event": event, **fields}
+
+    @property
+    def size_bytes(self) -> int:
+        """Nothing was written."""
+        return 0
+
+    def truncate(self, size_bytes: int) -> None:
+        """There is nothing to forget."""
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
 def read(path: str | Path) -> list[Event]:
     """The events of a run: of its folder or its file."""
     file = Path(path) / FILE if Path(path).is_dir() else Path(path)

@@ -76,7 +76,8 @@ class Feed:
 
     Every epoch draws its order, crops and flips on the CPU from (seed, epoch) alone: any batch of
     any epoch can be made again, on any device. An epoch leaves out what does not fill a last
-    batch, other images each time, so that every batch has the same shape.
+    batch, other images each time, so that every batch has the same shape. With a `share`, of each
+    batch only those examples (from, to) are made: the part of one rank among several.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Feed:
         batch: int,
         *,
         seed: int,
+        share: tuple[int, int] | None = None,
         device: torch.device,
         dtype: torch.dtype = torch.float32,
         channels_last: bool = False,
@@ -97,6 +99,7 @@ class Feed:
             )
         self.task, self.batch_size, self.seed, self.device = task, batch, seed, device
         self.steps_per_epoch = len(task.images) // batch
+        self.share = share or (0, batch)
         self.streams = device.type != "cpu" and task.data_bytes > device_limit_bytes
         """Whether the data stays on the host."""
         home = torch.device("cpu") if self.streams else device
@@ -121,7 +124,9 @@ class Feed:
         columns = starts[:, None] + torch.arange(width)
         self._rows = rows.to(self.device)
         self._columns = torch.cat([columns, columns.flip(1)]).to(self.device)
-        self._example = torch.arange(self.batch_size, device=self.device).view(-1, 1, 1, 1)
+        self._example = torch.arange(self.share[1] - self.share[0], device=self.device).view(
+            -1, 1, 1, 1
+        )
         self._channel = torch.arange(channels, device=self.device).view(1, -1, 1, 1)
         deviation = torch.tensor(task.deviation, device=self.device).view(1, -1, 1, 1)
         self._scale = 1 / (255 * deviation)
@@ -144,7 +149,7 @@ class Feed:
         """Batch `number` of an epoch, both counted from 0."""
         if epoch != self._epoch:
             self._start(epoch)
-        part = slice(number * self.batch_size, (number + 1) * self.batch_size)
+        part = slice(*(number * self.batch_size + place for place in self.share))
         chosen = self._order[part]
         images = self._sent(self._images.index_select(0, chosen))
         labels = self._sent(self._labels.index_select(0, chosen))

@@ -14,6 +14,7 @@ from ..tasks import ImageTask, load_task
 from ..tasks.images import DEVICE_LIMIT_BYTES
 from ..units import format_count, format_size
 from .display import duration
+from .group import local_device, parallel_for, process_group
 from .loop import train
 from .settings import Settings, settings_for
 from .trainer import prepare_device
@@ -52,6 +53,7 @@ class Call:
     snapshot_every: int | None = None
     stop_after: str | None = None
     tensorboard: bool = False
+    parallel: str | None = None
 
     @property
     def flags(self) -> dict[str, object]:
@@ -110,7 +112,10 @@ def start(call: Call) -> Result:
         raise InputError("--resume needs the folder of the run", hint="name it with --out")
     if call.data_on not in _LIMITS:
         raise InputError(f"unknown place {call.data_on!r}", hint="one of " + ", ".join(_LIMITS))
-    device = prepare_device(call.device, tf32=call.tf32, benchmark=call.cudnn_benchmark)
+    parallel = parallel_for(call.parallel)
+    device = prepare_device(
+        local_device(call.device), tf32=call.tf32, benchmark=call.cudnn_benchmark
+    )
     task = load_task(call.data, folder=call.data_dir, split=call.split, seed=call.seed)
     on_cuda = device.type == "cuda"
     settings = settings_for(
@@ -134,17 +139,19 @@ def start(call: Call) -> Result:
         tf32=call.tf32,
     )
     made = f"runs/{call.model.replace(':', '.')}-{call.data}-{time.strftime('%Y%m%d-%H%M%S')}"
-    event = train(
-        settings,
-        task,
-        Path(call.out or made),
-        device=device,
-        resume=call.resume,
-        snapshot_every=_at_least_one("--snapshot-every", call.snapshot_every),
-        stop_after=_updates(call.stop_after, task, settings),
-        tensorboard=call.tensorboard,
-        device_limit_bytes=_LIMITS[call.data_on],
-    )
+    with process_group(device):
+        event = train(
+            settings,
+            task,
+            Path(call.out or made),
+            device=device,
+            resume=call.resume,
+            snapshot_every=_at_least_one("--snapshot-every", call.snapshot_every),
+            stop_after=_updates(call.stop_after, task, settings),
+            tensorboard=call.tensorboard,
+            parallel=parallel,
+            device_limit_bytes=_LIMITS[call.data_on],
+        )
     return Result(settings, event)
 
 

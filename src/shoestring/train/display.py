@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..records.run import Event
 from ..units import format_size
+from .group import rank
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -24,11 +25,13 @@ class Display:
         self._first_done, self._started = trainer.done, time.monotonic()
         self._accuracy = ""
         self._bar: Any = None
-        self._interval = TERMINAL_SECONDS if sys.stderr.isatty() else LINE_SECONDS
+        self._silent = rank() > 0
+        on_terminal = sys.stderr.isatty() and not self._silent
+        self._interval = TERMINAL_SECONDS if on_terminal else LINE_SECONDS
         self._next = self._started + self._interval
 
     def __enter__(self) -> Display:
-        if sys.stderr.isatty():
+        if sys.stderr.isatty() and not self._silent:
             from rich.console import Console
             from rich.progress import BarColumn, Progress, TextColumn
 
@@ -47,8 +50,8 @@ class Display:
             self._bar.stop()
 
     def due(self) -> bool:
-        """Whether it is time to show something."""
-        return time.monotonic() >= self._next
+        """Whether it is time to show something; on rank 0 only."""
+        return not self._silent and time.monotonic() >= self._next
 
     def evaluated(self, event: Event) -> None:
         """A line for every evaluation, in both kinds."""
@@ -83,7 +86,7 @@ class Display:
     def _say(self, text: str) -> None:
         if self._bar is not None:
             self._bar.console.print(text, highlight=False)
-        else:
+        elif not self._silent:
             print(text, file=sys.stderr, flush=True)
 
 

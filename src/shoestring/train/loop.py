@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -13,14 +13,18 @@ from typing import Any
 import torch
 
 from ..errors import TrainingStopped
-from ..records.run import Event, Records, provenance
+from ..records.run import Event, Records, Unwritten, provenance
 from ..tasks.images import DEVICE_LIMIT_BYTES, ImageTask
 from . import snapshot
 from .board import Board
 from .display import Display
 from .folder import run_folder
+from .group import from_all, from_first, largest, rank, ranks
 from .settings import Settings
 from .trainer import Trainer
+
+ASK_EVERY = 10
+"""Updates between two questions whether a rank was told to stop: the answer waits for the GPU."""
 
 
 def train(
@@ -33,22 +37,30 @@ def train(
     snapshot_every: int | None = None,
     stop_after: int | None = None,
     tensorboard: bool = False,
+    parallel: str | None = None,
     device_limit_bytes: int = DEVICE_LIMIT_BYTES,
 ) -> Event:
     """Train to the end, or go on to it; returns the last event, with the summary.
 
-    `snapshot_every` and `stop_after` count updates; by default there is one snapshot an epoch.
+    `snapshot_every` and `stop_after` count updates; by default there is one snapshot an epoch. With
+    several ranks all call it, and rank 0 alone reads and writes the folder.
     """
-    with run_folder(Path(out), resume=resume) as folder:
-        state = _latest(folder) if resume else None
+    first = rank() == 0
+    with run_folder(Path(out), resume=resume) if first else nullcontext(Path(out)) as folder:
+        state = from_first(_latest(folder) if resume and first else None)
         trainer = Trainer(
-            settings, task, device, predict=state is None, device_limit_bytes=device_limit_bytes
+            settings,
+            task,
+            device,
+            predict=state is None,
+            parallel=parallel,
+            device_limit_bytes=device_limit_bytes,
         )
         every = snapshot_every or trainer.feed.steps_per_epoch
         last = min(trainer.updates, stop_after or trainer.updates)
         with (
             _records(folder, trainer, state) as records,
-            Board(folder, tensorboard) as board,
+            Board(folder, tensorboard and first) as board,
             Display(trainer) as display,
             _signals() as asked,
         ):
@@ -62,13 +74,15 @@ def train(
                     display.evaluated(event)
                     board.evaluated(event)
                 elif display.due():
-                    _check(trainer, folder)
+                    if ranks() == 1:  # the others do not know that it is time
+                        _check(trainer, folder)
                     display.show()
-                if trainer.done % every == 0 or trainer.done == last or asked:
+                ending = _agreed(asked, trainer)
+                if trainer.done % every == 0 or trainer.done == last or ending:
                     _check(trainer, folder)
                     _save(folder, trainer, records)
-                if asked:
-                    raise _stopped_by(asked[0], trainer, folder)
+                if ending:
+                    raise _stopped_by(ending, trainer, folder)
             return _finish(trainer, records, folder)
 
 
@@ -84,10 +98,10 @@ def _latest(folder: Path) -> dict[str, Any] | None:
 @contextmanager
 def _records(folder: Path, trainer: Trainer, state: dict[str, Any] | None) -> Iterator[Records]:
     """Go on from the state where there is one; write the first event, or drop those to come."""
-    host = provenance(trainer.device)
+    host = {**provenance(trainer.device), "ranks": ranks(), "parallel": trainer.parallel}
     if state is not None:
         trainer.load_state_dict(state)
-    with Records(folder) as records:
+    with Records(folder) if rank() == 0 else Unwritten() as records:
         if state is not None:
             records.truncate(state["records_bytes"])
             records.write("resume", step=trainer.done, host=host)
@@ -106,12 +120,13 @@ def _records(folder: Path, trainer: Trainer, state: dict[str, Any] | None) -> It
 
 def _save(folder: Path, trainer: Trainer, records: Records) -> None:
     state = {**trainer.state_dict(), "records_bytes": records.size_bytes}
-    snapshot.save(folder, trainer.done, state)
+    if rank() == 0:
+        snapshot.save(folder, trainer.done, state)
 
 
 def _check(trainer: Trainer, folder: Path) -> None:
     """Stop before a broken state is evaluated or saved."""
-    what = trainer.trouble()
+    what = next((what for what in from_all(trainer.trouble()) if what is not None), None)
     if what is None:
         return
     held = snapshot.found(folder)
@@ -154,6 +169,15 @@ def _signals() -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _agreed(asked: list[int], trainer: Trainer) -> int:
+    """The signal any rank was sent, 0 for none: all stop after the same update."""
+    if ranks() == 1:
+        return asked[0] if asked else 0
+    if trainer.device.type == "cuda" and trainer.done % ASK_EVERY:
+        return 0
+    return largest(asked[0] if asked else 0)
 
 
 def _stopped_by(number: int, trainer: Trainer, folder: Path) -> TrainingStopped:

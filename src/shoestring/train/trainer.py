@@ -17,8 +17,11 @@ from ..errors import InputError, ShoestringError
 from ..profiling import profile
 from ..tasks.images import DEVICE_LIMIT_BYTES, Feed, ImageTask
 from .apply import Step, apply
+from .distributed import add_over_ranks, average_statistics, own_tensors
+from .group import from_all, largest, rank, ranks
 from .predict import predict_step
 from .settings import Settings, build_model
+from .shares import Parallel, cut_evenly, shares_of
 
 MEASURED_UPDATE = 2
 """The third: optimizer state exists, and on CUDA the step is captured."""
@@ -36,23 +39,32 @@ class Trainer:
         device: torch.device,
         *,
         predict: bool = True,
+        parallel: str | None = None,
         device_limit_bytes: int = DEVICE_LIMIT_BYTES,
     ) -> None:
         self.settings, self.device = settings, device
+        self.parallel = None if ranks() == 1 else parallel or "ddp"
+        shared = None if self.parallel is None else Parallel(self.parallel, batches="shares")
+        shares = [(0, settings.batch)]
+        if shared is not None:
+            shares = shares_of(settings.batch, shared, settings.plan)
+        most = max(stop - start for start, stop in shares)
         kind = "fp32" if settings.plan.precision is None else settings.plan.precision.kind
         self._dtype = _TYPES[kind]
         seed_streams(settings.seed)
         model, self.loss = build_model(settings.model)
         self.parameters = sum(p.numel() for p in model.parameters())
-        self.predicted = self._predict(model, task) if predict else {}
+        self.predicted = self._predict(model, task, most) if predict else {}
         layout = torch.channels_last if settings.channels_last else torch.preserve_format
         model.to(device, memory_format=layout)  # type: ignore[call-overload]
         optimizer = _sgd(settings, model, fused=device.type == "cuda")
-        self.step: Step = apply(settings.plan, model, optimizer, loss=self.loss)
+        self.step: Step = apply(settings.plan, model, optimizer, loss=self.loss, parallel=shared)
+        separate_streams(settings.seed)
         self.feed = Feed(
             task,
             settings.batch,
             seed=settings.seed,
+            share=shares[rank()],
             device=device,
             dtype=self._dtype,
             channels_last=settings.channels_last,
@@ -73,13 +85,17 @@ class Trainer:
         """Spent by those who trained before this one."""
         self._started = time.monotonic()
 
-    def _predict(self, model: torch.nn.Module, task: ImageTask) -> dict[str, int | None]:
-        """Both peaks, before anything is allocated; None for what cannot be predicted."""
+    def _predict(
+        self, model: torch.nn.Module, task: ImageTask, examples: int
+    ) -> dict[str, int | None]:
+        """Both peaks of so many examples, before anything is allocated; None where unknown."""
         settings = self.settings
         optimizer = _sgd(settings, model, fused=False)
-        images = torch.zeros(settings.batch, *task.images.shape[1:])
-        batch = images, torch.zeros(settings.batch, dtype=torch.int64)
+        images = torch.zeros(examples, *task.images.shape[1:])
+        batch = images, torch.zeros(examples, dtype=torch.int64)
         made: dict[str, int | None] = {"fundamental_peak_bytes": None, "step_peak_bytes": None}
+        if self.parallel == "fsdp":
+            return made
         with suppress(ShoestringError):  # microbatches that do not divide the batch, for one
             made["fundamental_peak_bytes"] = profile(
                 model,
@@ -116,7 +132,7 @@ class Trainer:
             if group["lr"] != rate:
                 group["lr"] = rate
         batch = self.feed.batch(epoch, number)
-        if self.done == min(MEASURED_UPDATE, self.updates - 1):
+        if self.done == min(MEASURED_UPDATE, self.updates - 1) and self.step.measurable:
             self._note_peak(self.step.measure(batch).peak_bytes)
             loss = self.step.loss
         else:
@@ -127,9 +143,12 @@ class Trainer:
         self.done += 1
 
     def _note_peak(self, peak_bytes: int) -> None:
-        """The CPU's count is of the step alone; the allocator's has the data set in it."""
+        """Of the rank that takes most.
+
+        The CPU's count is of the step alone; the allocator's has the data set in it.
+        """
         self.measured_peak_bytes = max(
-            self.measured_peak_bytes, peak_bytes - self.feed.resident_bytes
+            self.measured_peak_bytes, largest(peak_bytes) - self.feed.resident_bytes
         )
 
     def train_loss(self) -> float:
@@ -148,7 +167,7 @@ class Trainer:
         scale = self.loss_scale()
         if scale is not None and scale < 1:
             return f"the loss scale fell to {scale:g} by update {self.done:,}: gradients overflow"
-        held = [*self.step.model.parameters(), *self.step.model.buffers()]
+        held = own_tensors(self.step.model)
         finite = [t.detach().isfinite().all() for t in held if t.is_floating_point()]
         if not bool(torch.stack(finite).all()):
             return f"a weight is not finite after update {self.done:,}"
@@ -161,16 +180,21 @@ class Trainer:
             self._note_peak(peak_bytes)
             torch.cuda.reset_peak_memory_stats()
         model = self.step.model
+        average_statistics(model)
         model.eval()
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         count = 0
         with torch.no_grad():
             for images, labels in self.feed.held_out(self.settings.evaluation_batch):
-                scores = model(images).float()
-                right = (scores.argmax(1) == labels).sum()
-                sums += torch.stack([right, F.cross_entropy(scores, labels, reduction="sum")])
                 count += len(labels)
+                mine = slice(*cut_evenly(len(labels), ranks())[rank()])
+                scores, own_labels = model(images[mine]).float(), labels[mine]
+                right = (scores.argmax(1) == own_labels).sum()
+                loss = F.cross_entropy(scores, own_labels, reduction="sum")
+                sums += torch.stack([right, loss])
         model.train()
+        if ranks() > 1:
+            add_over_ranks([sums])
         right, loss = (sums / count).tolist()
         self.accuracy = round(100 * right, 4)
         if self.accuracy > self.best_accuracy:
@@ -202,7 +226,7 @@ class Trainer:
             "settings": self.settings.as_dict(),
             "predicted": self.predicted,
             "step": self.step.state_dict(),
-            "random": random_state(),
+            "random": from_all(random_state()),
             "done": self.done,
             "accuracy": [self.accuracy, self.best_accuracy, self.best_epoch],
             "loss_sum": self.loss_sum.cpu(),
@@ -218,7 +242,10 @@ class Trainer:
         self.step.load_state_dict(state["step"])
         for group in self.step.optimizer.param_groups:
             group["fused"] = self.device.type == "cuda"  # the snapshot may come from elsewhere
-        set_random_state(state["random"])
+        if len(state["random"]) == ranks() or rank() == 0:
+            set_random_state(state["random"][rank()])
+        else:
+            separate_streams(self.settings.seed, state["done"])
         self.done = state["done"]
         self.accuracy, self.best_accuracy, self.best_epoch = state["accuracy"]
         self.loss_sum.copy_(state["loss_sum"])
@@ -226,6 +253,13 @@ class Trainer:
         self.measured_peak_bytes = state["measured_peak_bytes"]
         self.seconds = state["seconds"]
         self._started = time.monotonic()
+
+
+def separate_streams(seed: int, *more: int) -> None:
+    """Every rank but the first draws its own numbers, dropout's for instance."""
+    if rank() > 0:
+        state = np.random.SeedSequence([seed, rank(), *more]).generate_state(1, np.uint64)
+        torch.manual_seed(int(state[0] >> np.uint64(1)))
 
 
 def _sgd(settings: Settings, model: torch.nn.Module, *, fused: bool) -> torch.optim.SGD:
