@@ -1,0 +1,113 @@
+"""Work → seconds: three numbers a device, by rule or by a short measurement.
+
+seconds = operations / rate + bytes moved / bandwidth + kernels started × seconds each. A sum and
+not the largest of the three: it adds up over the parts of a step, which the optimum needs, and the
+terms that do not decide are small.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+
+from .stages import Work
+
+_KINDS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a device takes for each unit of work."""
+
+    device: str
+    flops_per_second: Mapping[str, float]
+    """By precision."""
+    bytes_per_second: float
+    seconds_per_launch: float
+    source: str
+    """"nominal", or what was measured."""
+
+    def seconds(self, work: Work, precision: str = "fp32") -> float:
+        """How long the work takes when floats are of this precision."""
+        return (
+            work.flops / self.flops_per_second[precision]
+            + work.bytes_moved / self.bytes_per_second
+            + work.launches * self.seconds_per_launch
+        )
+
+
+NOMINAL = {
+    "cpu": Costs(
+        "cpu", {"fp32": 5e10, "fp16": 2.5e10, "bf16": 2.5e10}, 1e10, 1e-5, "nominal, two cores"
+    ),
+    "cuda": Costs(
+        "cuda", {"fp32": 4e13, "fp16": 4e14, "bf16": 4e14}, 3e12, 8e-6, "nominal, one H200, eager"
+    ),
+}
+"""Of devices that are not there."""
+
+IDEAL = Costs("any", dict.fromkeys(_KINDS, 4e13), float("inf"), 8e-6, "nominal, operations only")
+"""For the fundamental accounting: no precision is faster, and what is counted is operations and
+kernels. One rate for all keeps a plan for less memory from looking faster for its precision."""
+
+
+def costs_of(device: str) -> Costs:
+    """Measured if the device is there, else nominal."""
+    there = device == "cpu" or torch.cuda.is_available()
+    return _measured(device) if there else NOMINAL[device]
+
+
+@lru_cache
+def _measured(device: str) -> Costs:
+    """A fraction of a second of matrix products, sums and small kernels."""
+    size = 4096 if device == "cuda" else 512
+    nominal = NOMINAL[device].flops_per_second
+    rates = {}
+    for name, kind in _KINDS.items():
+        factor = torch.ones(size, size, device=device, dtype=kind)
+        try:
+            seconds = _time(lambda a=factor: a @ a, device)  # type: ignore[misc]
+        except RuntimeError:  # no such product here
+            rates[name] = nominal[name]
+            continue
+        rates[name] = _EFFICIENCY[device] * 2 * size**3 / seconds
+    large = torch.ones(2**28 if device == "cuda" else 2**22, device=device)
+    small = torch.ones(16, device=device, requires_grad=True)
+    return replace(
+        NOMINAL[device],
+        flops_per_second=rates,
+        bytes_per_second=2 * large.nbytes / _time(lambda: large.mul_(1), device),
+        seconds_per_launch=_time(lambda: small + 1, device),
+        source="measured here",
+    )
+
+
+_EFFICIENCY = {"cpu": 0.5, "cuda": 0.7}
+"""What the products and convolutions of a network reach, of the best of one large product."""
+
+
+def _time(run: Callable[[], object], device: str, least_seconds: float = 0.02) -> float:
+    """Seconds of one call, the best of a few rounds."""
+
+    def wait() -> None:
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    run()
+    wait()
+    count, best = 1, float("inf")
+    for _ in range(12):
+        start = time.perf_counter()
+        for _ in range(count):
+            run()
+        wait()
+        took = time.perf_counter() - start
+        best = min(best, took / count)
+        if took >= least_seconds:
+            break
+        count = max(2 * count, int(count * least_seconds / max(took, 1e-7)))
+    return best

@@ -1,0 +1,171 @@
+"""BudgetPlan: a plan that was chosen for a budget, with what is predicted for it and why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..units import format_flops, format_size
+from .plan import Plan
+
+LOSSLESS, NEAR, LOSSY = "lossless", "near-lossless", "lossy"
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """What one step is predicted to take, by which accounting and which costs."""
+
+    peak_bytes: int
+    seconds: float
+    flops: int
+    """Forward, backward and what runs again."""
+    accounting: str
+    device: str
+    costs: str
+    """Where the seconds come from."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "peak_bytes": self.peak_bytes,
+            "step_seconds": self.seconds,
+            "flops": self.flops,
+            "accounting": self.accounting,
+            "device": self.device,
+            "costs": self.costs,
+        }
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One part of the plan, and why it is there."""
+
+    part: str
+    setting: str
+    kind: str
+    """Lossless, near-lossless or lossy."""
+    why: str
+
+
+@dataclass(frozen=True)
+class FrontPoint:
+    """A plan beside which no allowed one needs both less memory and less time."""
+
+    plan: Plan
+    peak_bytes: int
+    seconds: float
+    exact: bool
+    """Predicted by its own step; else estimated from the chain of blocks."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "plan": self.plan.to_dict(),
+            "peak_bytes": self.peak_bytes,
+            "step_seconds": self.seconds,
+            "exact": self.exact,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class BudgetPlan(Plan):
+    """The plan of least predicted time whose predicted peak and a margin stay within a budget."""
+
+    budget_bytes: int
+    margin: float
+    """Fraction of the budget left free for what the prediction may miss."""
+    predicted: Predicted
+    plain: Predicted
+    """Of the same step without a plan."""
+    choices: tuple[Choice, ...]
+    front: tuple[FrontPoint, ...] = ()
+    """From the least memory to the least time."""
+
+    @property
+    def plan(self) -> Plan:
+        """The techniques alone."""
+        return Plan.of(self.techniques)
+
+    @property
+    def kind(self) -> str:
+        """How close training by it is to plain training: as far as its weakest part."""
+        kinds = [choice.kind for choice in self.choices]
+        return next((kind for kind in (LOSSY, NEAR) if kind in kinds), LOSSLESS)
+
+    def to_toml(self) -> str:
+        """The plan for a person to edit; what was predicted stands above it as comments."""
+        lines = [f"# {line}".rstrip() for line in self._summary()]
+        for choice in self.choices:
+            lines.append(f"# {choice.part}: {choice.kind}; {choice.why}")
+        return "\n".join(lines) + "\n\n" + super().to_toml()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, bytes as integers."""
+        return {
+            "plan": self.to_dict(),
+            "kind": self.kind,
+            "budget_bytes": self.budget_bytes,
+            "margin": self.margin,
+            "predicted": self.predicted.as_dict(),
+            "plain": self.plain.as_dict(),
+            "choices": [vars(choice) for choice in self.choices],
+            "front": [point.as_dict() for point in self.front],
+        }
+
+    def _summary(self) -> list[str]:
+        predicted, plain = self.predicted, self.plain
+        of = "" if predicted.accounting == "fundamental" else f" on {predicted.device}"
+        return [
+            f"{self.kind}, for {format_size(self.budget_bytes)}: "
+            f"predicted {format_size(predicted.peak_bytes)} "
+            f"({predicted.accounting} accounting{of}, {100 * self.margin:g}% left free), "
+            f"plain {format_size(plain.peak_bytes)}",
+            f"step {format_seconds(predicted.seconds)}, {_times(predicted.seconds, plain.seconds)} "
+            f"plain; {format_flops(predicted.flops)}, {_times(predicted.flops, plain.flops)} plain "
+            f"(time by costs {predicted.costs})",
+        ]
+
+    def __str__(self) -> str:
+        first = f"{short(self)}: {format_size(self.predicted.peak_bytes)}, "
+        first += f"{_times(self.predicted.flops, self.plain.flops)} FLOPs"
+        rows = [(c.part, c.setting, c.kind, c.why) for c in self.choices]
+        return "\n".join([first, *self._summary(), *_table(rows)])
+
+
+def short(plan: Plan) -> str:
+    """A plan on one line, its parts by their settings: 'fp16 + residual-2* + microbatch 10'."""
+    parts = []
+    if plan.sparsity is not None:
+        parts.append(f"density {plan.sparsity.density:g}")
+    if plan.precision is not None:
+        parts.append(plan.precision.kind)
+    if plan.checkpointing is not None:
+        text = ", ".join(plan.checkpointing.schedule) or plan.checkpointing.strategy
+        parts.append(text if len(text) <= 48 else f"{text[:45]}...")
+    if plan.microbatching is not None:
+        parts.append(f"microbatch {plan.microbatching.size}")
+    return " + ".join(parts) or "plain"
+
+
+def format_seconds(seconds: float) -> str:
+    """'12.3 ms'."""
+    for unit, scale in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
+        if seconds * scale >= 1 or unit == "µs":
+            return f"{seconds * scale:.3g} {unit}"
+    raise AssertionError
+
+
+def _times(value: float, plain: float) -> str:
+    return f"{value / plain:.2f}x" if plain else "1.00x"
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Columns of one width, the last one free."""
+    if not rows:
+        return []
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
+    return [
+        "  " + "  ".join([*(f"{c:<{w}}" for c, w in zip(row, widths, strict=False)), row[-1]])
+        for row in rows
+    ]
