@@ -9,9 +9,11 @@ reads, so the end of a region costs less (`Option.again`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from ..memory.items import Item, leaves
 
@@ -210,3 +212,25 @@ class _Run:
         self.peak_bytes = max(self.peak_bytes, nbytes)
         if again:
             self.again += work
+
+
+def between(one: Chain, other: Chain, at: float) -> Chain:
+    """The chain of a batch between two others, or beyond: bytes and work are affine in its size.
+
+    `at` is 0 for the first and 1 for the second. Options that only one of them has are left out.
+    """
+    mixed: Chain = _mix(one, other, at)
+    return mixed
+
+
+def _mix(one: Any, other: Any, at: float) -> Any:
+    if isinstance(one, Mapping):
+        return {key: _mix(one[key], other[key], at) for key in one if key in other}
+    if isinstance(one, tuple):
+        return tuple(_mix(a, b, at) for a, b in zip(one, other, strict=True))
+    if is_dataclass(one) and not isinstance(one, type):
+        names = [f.name for f in fields(one)]
+        return replace(one, **{n: _mix(getattr(one, n), getattr(other, n), at) for n in names})
+    if isinstance(one, (str, bool)):
+        return one
+    return math.ceil(one + (other - one) * at)

@@ -1,0 +1,164 @@
+"""Model + batch + plan → Chain: what each block needs and costs when kept, cheap or made again.
+
+The planned step runs on fake tensors, first with every block kept, then with one block of each kind
+without its cheap part and one as a region of its own. Hooks say when a block begins forward and
+backward, and the `device` accounting says what is live between.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from ..errors import InputError
+from ..memory.items import Item
+from ..planning.plan import Plan
+from ..planning.stages import Chain, Option, Stage
+from ..techniques import Checkpointing
+from ..techniques.base import Technique
+from ..trace.blocks import block_paths
+from ..trace.capture import Loss
+from ..trace.fakes import OptimizerLike
+from ..trace.graph import Phase
+from .capture import capture_step
+from .staged import StagedRun, Watch
+
+
+def measure_chain(
+    plan: Plan | Iterable[Technique],
+    model: nn.Module,
+    batch: Any,
+    *,
+    loss: Loss,
+    optimizer: OptimizerLike,
+    device: str = "cpu",
+    blocks: Sequence[str] = (),
+) -> Chain:
+    """The chain of blocks of the step that a plan makes, its own checkpointing left out.
+
+    `blocks` names the modules; by default they are found. Those that do not run exactly once
+    belong to what is around them. Names of the stages are paths of the blocks, in the order they
+    run: `Checkpointing.of(schedule.items, names)` executes a schedule for this chain.
+    """
+    given = plan if isinstance(plan, Plan) else Plan.of(plan)
+    paths = tuple(blocks) or block_paths(model)
+
+    def run(items: tuple[Item, ...], paths: tuple[str, ...], optimizer: OptimizerLike) -> StagedRun:
+        wrapped = Checkpointing.of(items, paths) if paths else None
+        watch = Watch(paths)
+        trace = capture_step(
+            replace(given, checkpointing=wrapped),
+            model,
+            batch,
+            loss=loss,
+            optimizer=optimizer,
+            device=device,
+            watch=watch.follow,
+        )
+        return StagedRun(trace, watch)
+
+    kept = run(("keep",) * len(paths), paths, optimizer)
+    ran = kept.watch.once()
+    if not ran:
+        raise InputError(
+            "no repeated blocks were found in the model",
+            hint="name them, blocks=('stage1', 'stage2')",
+        )
+    if ran != paths:
+        kept = run(("keep",) * len(ran), ran, optimizer)
+    rounds, cheap_at, again_at = _rounds(kept, _classes(model, ran))
+    # What the update takes is known by now.
+    others = [run(items, ran, "sgd-plain") for items in rounds]
+
+    def found(at: tuple[int, int]) -> _Block:
+        return _Block(others[at[0]], at[1])
+
+    blocks_ = [
+        _stage(path, _Block(kept, i), found(cheap_at[i]), found(again_at[i]))
+        for i, path in enumerate(ran, start=1)
+    ]
+    head, tail = (
+        Stage("", {"keep": _option(_Block(kept, i), None)},
+              parameter_gradient_bytes=kept.gradients[i], joins=False)
+        for i in (0, len(ran) + 1)
+    )  # fmt: skip
+    return Chain(head, tuple(blocks_), tail, kept.fixed_bytes, kept.update_peak_bytes)
+
+
+At = dict[int, tuple[int, int]]
+"""Stage → the round and the stage in it that shows how it behaves."""
+
+
+def _rounds(kept: StagedRun, classes: list[str]) -> tuple[list[tuple[Item, ...]], At, At]:
+    """What to do with the blocks in further runs, so that one of each kind is cheap and one again.
+
+    Blocks are of a kind when they are of a class and do not differ when all are kept.
+    """
+    kinds: dict[Any, list[int]] = defaultdict(list)
+    for i, name in enumerate(classes, start=1):
+        kinds[name, _option(_Block(kept, i), None), kept.gradients[i]].append(i)
+    rounds: list[dict[int, Item]] = [{}, {}]
+    cheap_at, again_at = {}, {}
+    for members in kinds.values():
+        alone = len(members) == 1
+        one, other = members[0], members[-1]
+        rounds[0][one] = "cheap"
+        rounds[alone][other] = ("keep",)
+        for i in members:
+            cheap_at[i], again_at[i] = (0, one), (int(alone), other)
+    items = [
+        tuple(chosen.get(i, "keep") for i in range(1, len(classes) + 1))
+        for chosen in rounds
+        if chosen
+    ]
+    return items, cheap_at, again_at
+
+
+def _classes(model: nn.Module, paths: tuple[str, ...]) -> list[str]:
+    return [type(model.get_submodule(path)).__name__ for path in paths]
+
+
+@dataclass(frozen=True)
+class _Block:
+    """One stage of one run."""
+
+    run: StagedRun
+    at: int
+
+
+def _stage(path: str, kept: _Block, cheap: _Block, again: _Block) -> Stage:
+    keep, less = _option(kept, again), _option(cheap, None)
+    options = {"keep": keep}
+    saved = keep.kept_bytes - less.kept_bytes
+    if saved > 0:
+        besides = max(keep.again_bytes - keep.backward_bytes, 0)
+        peak = max(again.run.rerun_peak(again.at) - saved, less.backward_bytes + besides)
+        options["cheap"] = replace(less, again_bytes=peak, again=keep.again)
+    run, i = kept.run, kept.at
+    return Stage(
+        name=path,
+        options=options,
+        held_bytes=again.run.kept[again.at],
+        pass_bytes=again.run.forward_peak(again.at),
+        gradient_bytes=run.watch.gradient_bytes.get(i - 1, 0),
+        parameter_gradient_bytes=run.gradients[i],
+        joins=run.joins(i - 1),
+    )
+
+
+def _option(block: _Block, again: _Block | None) -> Option:
+    run, i = block.run, block.at
+    rerun = again or block
+    return Option(
+        kept_bytes=run.kept[i],
+        forward_bytes=run.forward_peak(i),
+        backward_bytes=run.backward_peak(i),
+        again_bytes=rerun.run.backward_peak(rerun.at),
+        forward=run.work(run.forward[i], Phase.FORWARD),
+        again=rerun.run.work(rerun.run.backward[rerun.at], Phase.RECOMPUTE),
+        backward=run.work(run.backward[i], Phase.BACKWARD),
+    )
