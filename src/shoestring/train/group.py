@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -107,10 +108,22 @@ def from_all(value: T) -> list[T]:
     return values
 
 
-def from_first(value: T) -> T:
-    """Rank 0's value, on every rank."""
+def on_first(call: Callable[[], T]) -> T:
+    """What rank 0 gets from a call that it alone makes; an error of it is everyone's."""
     if ranks() == 1:
-        return value
-    held: list[Any] = [value]
+        return call()
+    held: list[Any] = [None]
+    if rank() == 0:
+        try:
+            held = [call()]
+        except ShoestringError as error:
+            held = [_Failed(error)]
     dist.broadcast_object_list(held, 0)
+    if isinstance(held[0], _Failed):
+        raise held[0].error
     return held[0]
+
+
+@dataclass(frozen=True)
+class _Failed:
+    error: ShoestringError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -19,7 +19,7 @@ from . import snapshot
 from .board import Board
 from .display import Display
 from .folder import run_folder
-from .group import from_all, from_first, largest, rank, ranks
+from .group import from_all, largest, on_first, rank, ranks
 from .settings import Settings
 from .trainer import Trainer
 
@@ -45,9 +45,9 @@ def train(
     `snapshot_every` and `stop_after` count updates; by default there is one snapshot an epoch. With
     several ranks all call it, and rank 0 alone reads and writes the folder.
     """
-    first = rank() == 0
-    with run_folder(Path(out), resume=resume) if first else nullcontext(Path(out)) as folder:
-        state = from_first(_latest(folder) if resume and first else None)
+    with ExitStack() as held:
+        folder = on_first(lambda: held.enter_context(run_folder(Path(out), resume=resume)))
+        state = on_first(lambda: _latest(folder)) if resume else None
         trainer = Trainer(
             settings,
             task,
@@ -60,7 +60,7 @@ def train(
         last = min(trainer.updates, stop_after or trainer.updates)
         with (
             _records(folder, trainer, state) as records,
-            Board(folder, tensorboard and first) as board,
+            Board(folder, tensorboard and rank() == 0) as board,
             Display(trainer) as display,
             _signals() as asked,
         ):
@@ -120,8 +120,7 @@ def _records(folder: Path, trainer: Trainer, state: dict[str, Any] | None) -> It
 
 def _save(folder: Path, trainer: Trainer, records: Records) -> None:
     state = {**trainer.state_dict(), "records_bytes": records.size_bytes}
-    if rank() == 0:
-        snapshot.save(folder, trainer.done, state)
+    on_first(lambda: snapshot.save(folder, trainer.done, state))
 
 
 def _check(trainer: Trainer, folder: Path) -> None:
