@@ -38,6 +38,7 @@ def capture_step(
     loss: Loss,
     optimizer: OptimizerLike,
     device: str = "cpu",
+    passes: bool = True,
     trained: Collection[str] = (),
     watch: Callable[[nn.Module, Recorder], None] | None = None,
 ) -> Trace:
@@ -45,14 +46,15 @@ def capture_step(
 
     Of several microbatches the second stands for all: it meets the gradients that the first one
     left, so its peak is the step's. `trained` names the parameters that get a gradient; `watch`
-    is shown the model and the recorder before the step.
+    is shown the model and the recorder before the step. Without an optimizer there is no update,
+    nor state; without `passes` there is only the update.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with warnings.catch_warnings(), same_random_streams():
         warnings.simplefilter("ignore")
         twin, mapping = fake_model(model, mode)
         data = fake_batch(batch, mode)
-        updates = make_optimizer(optimizer, twin, mapping)
+        updates = make_optimizer(optimizer or "sgd-plain", twin, mapping)
         assert updates is not None
         if device == "cuda":
             default_to_foreach(updates)
@@ -65,10 +67,12 @@ def capture_step(
             if size is not None and examples is not None and size < examples:
                 data = cut(data, 0, size)
                 _leave_gradients(step, trained)
+            elif not passes:
+                _leave_gradients(step, trained)
             if watch is not None:
                 watch(twin, recorder)
             with recorder:  # not following functions: it would replace the techniques' own hooks
-                recorded = _record(recorder, step, data)
+                recorded = _record(recorder, step, data, passes, update=optimizer is not None)
     return freeze(recorder, twin, updates, recorded, device)
 
 
@@ -79,7 +83,9 @@ def _leave_gradients(step: Step, trained: Collection[str]) -> None:
             parameter.grad = torch.empty_like(parameter)
 
 
-def _record(recorder: Recorder, step: Step, batch: Any) -> RecordedStep:
+def _record(
+    recorder: Recorder, step: Step, batch: Any, passes: bool, *, update: bool
+) -> RecordedStep:
     made = RecordedStep()
     setup = step._setup
     named = dict(step.model.named_parameters())
@@ -110,15 +116,22 @@ def _record(recorder: Recorder, step: Step, batch: Any) -> RecordedStep:
 
     plain_update = setup.update
 
-    def update() -> None:  # the first makes the state, the second is the steady one
+    def updates() -> None:  # the first makes the state, the second is the steady one
         recorder.recording = False
+        if not update:
+            return
         plain_update()
         made.note_state(recorder, step.optimizer, named)
         recorder.recording = True
         plain_update()
         recorder.recording = False
 
-    setup.update = update
-    step._compute(batch, entering)
+    setup.update = updates
+    if passes:
+        step._compute(batch, entering)
+    else:
+        entering(Phase.OPTIMIZER)
+        updates()
+        step.optimizer.zero_grad(set_to_none=True)
     gc.collect()
     return made
