@@ -41,9 +41,16 @@ class TraceError(ShoestringError):
 
 
 class BudgetError(ShoestringError):
-    """No plan fits the budget."""
+    """No plan fits the budget, or a step did not stay within it."""
 
     exit_status = 1
+
+    def __init__(
+        self, message: str, hint: str | None = None, smallest_bytes: int | None = None
+    ) -> None:
+        super().__init__(message, hint)
+        self.smallest_bytes = smallest_bytes
+        """The smallest budget for which a plan was found."""
 
 
 class VerificationError(ShoestringError):

@@ -8,7 +8,7 @@ backward, and the `device` accounting says what is live between.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from ..techniques.base import Technique
 from ..trace.blocks import block_paths
 from ..trace.capture import Loss
 from ..trace.fakes import OptimizerLike
-from ..trace.graph import Phase
+from ..trace.graph import Phase, Trace
 from .capture import capture_step
 from .staged import StagedRun, Watch
 
@@ -37,12 +37,14 @@ def measure_chain(
     optimizer: OptimizerLike,
     device: str = "cpu",
     blocks: Sequence[str] = (),
+    seen: Callable[[Trace], None] | None = None,
 ) -> Chain:
     """The chain of blocks of the step that a plan makes, its own checkpointing left out.
 
     `blocks` names the modules; by default they are found. Those that do not run exactly once
     belong to what is around them. Names of the stages are paths of the blocks, in the order they
-    run: `Checkpointing.of(schedule.items, names)` executes a schedule for this chain.
+    run: `Checkpointing.of(schedule.items, names)` executes a schedule for this chain. `seen` is
+    given the trace of the step that keeps everything.
     """
     given = plan if isinstance(plan, Plan) else Plan.of(plan)
     paths = tuple(blocks) or block_paths(model)
@@ -62,6 +64,8 @@ def measure_chain(
         return StagedRun(trace, watch)
 
     kept = run(("keep",) * len(paths), paths, optimizer)
+    if seen is not None:
+        seen(kept.trace)
     ran = kept.watch.once()
     if not ran:
         raise InputError(

@@ -1,0 +1,153 @@
+"""Budget → the plan of least loss, and of those of least time, whose predicted peak fits.
+
+Settings are tried from the least lossy on. Among equally lossy ones the order is best first: each
+stands in the queue with the least time it could take, then with the time of its best schedule, and
+what comes out of the queue with a schedule is predicted by its own step. Where that is more than
+the chain of blocks said, the schedule is sought again with so much less room.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Protocol
+
+from ..errors import BudgetError
+from ..techniques import Checkpointing
+from ..units import format_size
+from .plan import Plan
+from .result import FrontPoint, Predicted, short
+from .settings import Setting
+
+TRIES = 6
+"""Schedules of one setting that are predicted at most."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan with what is estimated for it."""
+
+    setting: Setting
+    checkpointing: Checkpointing | None
+    peak_bytes: int
+    seconds: float
+    flops: int
+
+    @property
+    def plan(self) -> Plan:
+        """The plan."""
+        return self.setting.plan(self.checkpointing)
+
+
+class Estimates(Protocol):
+    """What is known of a model before anything is predicted exactly."""
+
+    def least_seconds(self, setting: Setting) -> float:
+        """No plan with this setting takes less."""
+        ...
+
+    def least_bytes(self, setting: Setting) -> int:
+        """No plan with this setting needs less."""
+        ...
+
+    def best(self, setting: Setting, room_bytes: int) -> Candidate | None:
+        """The fastest that is estimated to fit."""
+        ...
+
+    def front(self, setting: Setting) -> list[Candidate]:
+        """From the least memory to the least time."""
+        ...
+
+    def predict(self, candidate: Candidate) -> Predicted | None:
+        """The final word; None where the plan cannot be applied to the model."""
+        ...
+
+
+@dataclass(frozen=True)
+class Found:
+    """The candidate that was chosen and what is predicted for it."""
+
+    candidate: Candidate
+    predicted: Predicted
+
+
+def search(
+    estimates: Estimates, settings: Sequence[Setting], limit_bytes: int
+) -> tuple[Found | None, int]:
+    """The first setting that fits with the best schedule; and how many plans were predicted."""
+    predictions = 0
+    for _, alike in groupby(settings, key=lambda s: s.loss):
+        queue: list[tuple[float, int, Setting, Candidate | None, int, int]] = []
+        for number, setting in enumerate(alike):
+            least = estimates.least_seconds(setting)
+            heapq.heappush(queue, (least, number, setting, None, limit_bytes, TRIES))
+        while queue:
+            _, number, setting, candidate, room, tries = heapq.heappop(queue)
+            if candidate is None:
+                if estimates.least_bytes(setting) > room or not tries:
+                    continue
+                candidate = estimates.best(setting, room)
+                if candidate is not None:
+                    entry = (candidate.seconds, number, setting, candidate, room, tries)
+                    heapq.heappush(queue, entry)
+                continue
+            predictions += 1
+            predicted = estimates.predict(candidate)
+            if predicted is None:
+                continue
+            if predicted.peak_bytes <= limit_bytes:
+                return Found(candidate, predicted), predictions
+            missing = max(predicted.peak_bytes - limit_bytes, limit_bytes // 1000)
+            room = min(room, candidate.peak_bytes) - missing
+            heapq.heappush(queue, (candidate.seconds, number, setting, None, room, tries - 1))
+    return None, predictions
+
+
+def smallest(estimates: Estimates, settings: Sequence[Setting]) -> Found | None:
+    """The plan of least predicted memory that was found."""
+    best: Found | None = None
+    for setting in sorted(settings, key=estimates.least_bytes):
+        known = None if best is None else best.predicted.peak_bytes
+        if known is not None and estimates.least_bytes(setting) >= known:
+            break
+        candidates = estimates.front(setting)
+        if not candidates or (known is not None and candidates[0].peak_bytes >= known):
+            continue
+        predicted = estimates.predict(candidates[0])
+        if predicted is not None and (known is None or predicted.peak_bytes < known):
+            best = Found(candidates[0], predicted)
+    return best
+
+
+def budget_error(
+    budget_bytes: int, margin: float, least: Found | None, hints: Sequence[tuple[str, int]]
+) -> BudgetError:
+    """Nothing fits: the smallest that was found, and what to allow to get lower."""
+    ways = [f"allow {name!r} (about {format_size(size)})" for name, size in hints]
+    hint = "; or ".join(ways) or "a smaller model or batch, or an optimizer with less state"
+    if least is None:
+        return BudgetError(f"no plan fits {format_size(budget_bytes)}", hint=hint)
+    needed = int(least.predicted.peak_bytes / (1 - margin)) + 1
+    return BudgetError(
+        f"no plan fits {format_size(budget_bytes)}; the smallest found is {_at_least(needed)} "
+        f"({short(least.candidate.plan)})",
+        hint=hint,
+        smallest_bytes=needed,
+    )
+
+
+def _at_least(nbytes: int) -> str:
+    """A size of three digits that is no less, so that it can be asked for."""
+    unit = 10 ** max(len(str(nbytes)) - 3, 0)
+    return format_size(-(-nbytes // unit) * unit, digits=2)
+
+
+def pareto(points: Sequence[FrontPoint]) -> tuple[FrontPoint, ...]:
+    """Those beside which no other needs both less memory and less time."""
+    chosen: list[FrontPoint] = []
+    for point in sorted(points, key=lambda p: (p.peak_bytes, p.seconds)):
+        if not chosen or point.seconds < chosen[-1].seconds:
+            chosen.append(point)
+    return tuple(chosen)
