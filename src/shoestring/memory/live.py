@@ -136,10 +136,10 @@ def live_at_peak(
         after = memory._snapshot()
     finally:
         memory._record_memory_history(None)
-    trace = after["device_traces"][device.index or 0]
-    marks = [at for at, entry in enumerate(trace) if entry["action"] == "snapshot"]
+    known = len(before["device_traces"][device.index or 0])
+    trace = after["device_traces"][device.index or 0][known:]
+    history = [entry for entry in trace if entry["action"] != "snapshot"]
     segments = [s for s in before["segments"] if s["device"] == (device.index or 0)]
-    history = trace[marks[-2] + 1 : marks[-1]]
     peak_bytes, reached, blocks = blocks_at_peak(segments, history)
     described = tuple(
         describe(block, watch, names if block.born < 0 else {}, gradients, counted_at)

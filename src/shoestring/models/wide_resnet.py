@@ -10,11 +10,12 @@ parameters.
 from __future__ import annotations
 
 import math
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from shoestring.errors import InputError
 
@@ -51,6 +52,30 @@ def conv3x3(in_channels: int, out_channels: int, stride: int = 1) -> nn.Conv2d:
     return nn.Conv2d(in_channels, out_channels, 3, stride=stride, padding=1, bias=False)
 
 
+class _Subsample(torch.autograd.Function):
+    """Every stride-th pixel, with a gradient that lies in memory as the one it comes from.
+
+    A slice's own gradient is contiguous, and so would be all gradients of the blocks before it: on
+    CUDA every convolution there then copies its gradient to channels-last first.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, stride: int) -> Tensor:
+        """A view."""
+        ctx.shape, ctx.stride = x.shape, stride
+        return x[:, :, ::stride, ::stride]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """The gradient, zeros between."""
+        last = not grad.is_contiguous() and grad.is_contiguous(memory_format=torch.channels_last)
+        form = torch.channels_last if last else torch.contiguous_format
+        out = torch.empty(ctx.shape, dtype=grad.dtype, device=grad.device, memory_format=form)
+        out.zero_()[:, :, :: ctx.stride, :: ctx.stride] = grad
+        return out, None
+
+
 class ResidualBlock(nn.Module):
     """A pre-activation residual block whose shortcut has no parameters.
 
@@ -82,7 +107,7 @@ class ResidualBlock(nn.Module):
                 # ceil_mode: an odd side then shrinks as the strided convolution shrinks it.
                 x = F.avg_pool2d(x, self.stride, ceil_mode=True)
             else:
-                x = x[:, :, :: self.stride, :: self.stride]
+                x = _Subsample.apply(x, self.stride)
         if self.extra_channels:
             x = F.pad(x, (0, 0, 0, 0, 0, self.extra_channels))
         return x

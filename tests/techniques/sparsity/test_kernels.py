@@ -11,7 +11,7 @@ import torch
 
 from shoestring.techniques.sparsity import index as form
 
-SHAPES = [(3, 5), (16, 16, 3, 3), (8, 512), (9, 1025), (1, 1)]
+SHAPES = [(3, 5), (16, 16, 3, 3), (8, 512), (9, 1025), (1, 1), (5, 3, 3, 3), (70, 32, 3, 3)]
 
 
 def compare(device: str) -> None:

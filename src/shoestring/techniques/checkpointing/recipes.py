@@ -165,7 +165,8 @@ class Recipes:
         in_place = bool(rest.pop("inplace", False))
         if in_place and _key(first) not in self._noted:
             return func(*args, **kwargs)  # what it overwrites could not be made again
-        recipe = _Recipe(self._model, func, tuple(self._argument(a) for a in args), rest)
+        second = getattr(func, "cheap_to_run_again", tuple)(args)
+        recipe = _Recipe(self._model, func, tuple(self._argument(a) for a in second), rest)
         recipe.part = self._part
         given = {_key(a) for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)}
 
@@ -188,7 +189,7 @@ class Recipes:
             return False
         if not any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
             return False
-        cheap = func in CHEAP or getattr(func, "cheap_to_run_again", False)
+        cheap = func in CHEAP or hasattr(func, "cheap_to_run_again")
         if self._every is None:
             return cheap
         if cheap or func in _NODES:

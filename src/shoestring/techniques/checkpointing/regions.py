@@ -74,7 +74,7 @@ class _again:
 
 
 class _keeping(TorchFunctionMode):
-    """The first pass: what marked functions return is held for the second."""
+    """The first pass: of what marked functions return, the mark says what the second needs."""
 
     def __init__(self, kept: list[Any]) -> None:
         super().__init__()
@@ -84,8 +84,9 @@ class _keeping(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if getattr(func, "kept_for_second_pass", False):
-            self._kept.append(result)
+        mark = getattr(func, "kept_for_second_pass", None)
+        if mark is not None:
+            self._kept.append(mark(result))
         return result
 
 
@@ -109,7 +110,7 @@ class frozen_statistics(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if getattr(func, "kept_for_second_pass", False):
+        if hasattr(func, "kept_for_second_pass"):
             return next(self._kept)
         if func is torch.Tensor.add_ and id(args[0]) in self._counters:
             return args[0]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -24,8 +24,6 @@ from torch.overrides import handle_torch_function, has_torch_function
 from ..base import Setup
 
 _CLASSES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-_BLOCKS = 4096 // 128
-"""Blocks of 128 channels that the tickets of the kernels provide for."""
 
 Running = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -39,35 +37,58 @@ def in_rows(x: torch.Tensor) -> bool:
     return x.dim() == 2 and x.is_contiguous()
 
 
-def statistics(
-    x: torch.Tensor, ticket: torch.Tensor, running: Running | None, momentum: float, eps: float
-) -> torch.Tensor:
-    """Mean and 1 / sqrt(variance + eps) of every channel over all the rest; no gradient."""
+class Statistics(NamedTuple):
+    """Mean and 1 / sqrt(variance + eps) of every channel, once the sums are brought together."""
+
+    found: torch.Tensor
+    partial: torch.Tensor | None
+    running: Running | None
+
+    def known(self) -> Statistics:
+        """What is left when the first normalisation has run."""
+        return Statistics(self.found, None, None)
+
+
+def statistics(x: torch.Tensor, running: Running) -> Statistics:
+    """The statistics of a batch, which the normalisation behind it completes; no gradient."""
     if has_torch_function((x,)):
-        return handle_torch_function(statistics, (x,), x, ticket, running, momentum, eps)
+        return handle_torch_function(statistics, (x,), x, running)
     from . import batch_norm_kernels as kernels
 
-    return kernels.statistics(x.detach(), ticket, running, momentum, eps)
+    found = torch.empty(2, x.shape[1], dtype=torch.float32, device=x.device)
+    return Statistics(found, kernels.statistics(x.detach()), running)
 
 
-statistics.kept_for_second_pass = True  # type: ignore[attr-defined]
+statistics.kept_for_second_pass = Statistics.known  # type: ignore[attr-defined]
+
+
+class Settings(NamedTuple):
+    """Numbers of a BatchNorm, and whether its ReLU comes along."""
+
+    momentum: float
+    eps: float
+    rectify: bool
 
 
 def normalise(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor,
-    found: torch.Tensor,
-    ticket: torch.Tensor,
-    rectify: bool,
+    batch: Statistics,
+    settings: Settings,
 ) -> torch.Tensor:
-    """The normalised input, and with `rectify` its positive part; gradients of batch statistics."""
+    """The normalised input, or its positive part; the gradient goes through the statistics too."""
     if has_torch_function((x,)):
-        return handle_torch_function(normalise, (x,), x, weight, bias, found, ticket, rectify)
-    return _Normalise.apply(x, weight, bias, found, ticket, rectify)
+        return handle_torch_function(normalise, (x,), x, weight, bias, batch, settings)
+    return _Normalise.apply(x, weight, bias, batch, settings)
 
 
-normalise.cheap_to_run_again = True  # type: ignore[attr-defined]
+def _again(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    x, weight, bias, batch, settings = args
+    return x, weight, bias, batch.known(), settings
+
+
+normalise.cheap_to_run_again = _again  # type: ignore[attr-defined]
 
 
 class _Normalise(torch.autograd.Function):
@@ -79,16 +100,15 @@ class _Normalise(torch.autograd.Function):
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor,
-        found: torch.Tensor,
-        ticket: torch.Tensor,
-        rectify: bool,
+        batch: Statistics,
+        settings: Settings,
     ) -> torch.Tensor:
         """One pass over x."""
         from . import batch_norm_kernels as kernels
 
-        ctx.save_for_backward(x, weight, bias, found)
-        ctx.ticket, ctx.rectify = ticket, rectify
-        return kernels.normalise(x, found, weight, bias, rectify)
+        ctx.save_for_backward(x, weight, bias, batch.found)
+        ctx.rectify = settings.rectify
+        return kernels.normalise(x, *batch, weight, bias, *settings)
 
     @staticmethod
     @once_differentiable
@@ -99,15 +119,14 @@ class _Normalise(torch.autograd.Function):
         x, weight, bias, found = ctx.saved_tensors
         if grad.stride() != x.stride():
             grad = torch.empty_like(x).copy_(grad)
-        made, sums = kernels.gradients(x, grad, found, weight, bias, ctx.ticket, ctx.rectify)
-        return made, sums[0].to(weight.dtype), sums[1].to(bias.dtype), None, None, None
+        made, sums = kernels.gradients(x, grad, found, weight, bias, ctx.rectify)
+        return made, sums[0].to(weight.dtype), sums[1].to(bias.dtype), None, None
 
 
 class _Fusion:
     """The BatchNorms of a model, and which of them take their ReLU along."""
 
-    def __init__(self, model: nn.Module, ticket: torch.Tensor) -> None:
-        self._ticket = ticket
+    def __init__(self, model: nn.Module) -> None:
         self._norms = [m for m in model.modules() if type(m) in _CLASSES and _fits(m)]
         self._relus = [m for m in model.modules() if type(m) is nn.ReLU and not _hooked(m)]
         self._fused: set[nn.Module] = set()
@@ -161,8 +180,8 @@ class _Fusion:
             return plain(x)
         fused = norm in self._fused
         running = (norm.running_mean, norm.running_var, norm.num_batches_tracked)
-        found = statistics(x, self._ticket, running, norm.momentum, norm.eps)
-        out = normalise(x, norm.weight, norm.bias, found, self._ticket, fused)
+        settings = Settings(norm.momentum, norm.eps, fused)
+        out = normalise(x, norm.weight, norm.bias, statistics(x, running), settings)
         if fused:
             out._is_rectified = True  # type: ignore[attr-defined]
             self._open += 1
@@ -200,11 +219,7 @@ def _hooked(module: nn.Module) -> bool:
 
 def _fits(norm: Any) -> bool:
     return (
-        norm.affine
-        and norm.track_running_stats
-        and norm.momentum is not None
-        and norm.num_features <= _BLOCKS * 128
-        and not _hooked(norm)
+        norm.affine and norm.track_running_stats and norm.momentum is not None and not _hooked(norm)
     )
 
 
@@ -215,7 +230,6 @@ def lean_batch_norm(setup: Setup) -> None:
         return
     if not any(type(m) in _CLASSES for m in setup.model.modules()):
         return
-    ticket = torch.zeros(_BLOCKS, dtype=torch.int32, device=device)
-    fusion, plain = _Fusion(setup.model, ticket), setup.run
+    fusion, plain = _Fusion(setup.model), setup.run
     setup.undo.append(fusion.install())
     setup.run = lambda batch: fusion.run(plain, batch)

@@ -1,9 +1,9 @@
 """BatchNorm, and the ReLU behind it, on rows of 16-bit channels: Triton kernels for CUDA.
 
 A tensor here is a matrix of rows (examples, or pixels of images that are channels-last) and
-channels. Sums over rows are made in two steps that depend on nothing but the sizes: each program
-adds up its share of the rows, and the last one to finish adds up the shares in their order. So the
-same input always gives the same bits.
+channels. A sum over rows is made in two steps that depend on nothing but the sizes: some programs
+add up a share of the rows each, and every program of the kernel that needs the sum adds up the
+shares, in the same order. So no kernel waits for another, and the same input gives the same bits.
 """
 
 from __future__ import annotations
@@ -17,81 +17,94 @@ import triton.language as tl
 TILE = 4096
 """Elements of a tile: the rows are as many as fit beside the channels."""
 SHARES = 64
-"""Programs at most over which a sum is split."""
+"""Programs at most over which a sum is split; each reader adds up as many."""
+READERS = 264
+"""Programs at most that read the shares."""
+WARPS = 8
+
+Running = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @triton.jit
-def _finish(partial, c, inside, channels, SHARES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Both sums of all programs, in order."""
+def _tile(tile, channels, rows, ROWS: tl.constexpr, CHANNELS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Offsets of the elements of a tile, and which of them are there."""
+    c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    r = tile * ROWS + tl.arange(0, ROWS)
+    there = (r < rows)[:, None] & (c < channels)[None, :]
+    return r.to(tl.int64)[:, None] * channels + c[None, :], there
+
+
+@triton.jit
+def _total(partial, shares, c, inside, channels, SHARES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Both sums over all shares, in their order."""
     q = tl.arange(0, SHARES)
-    there = (q < tl.num_programs(0))[:, None] & inside[None, :]
+    there = (q < shares)[:, None] & inside[None, :]
     place = partial + q[:, None] * (2 * channels) + c[None, :]
-    first = tl.sum(tl.load(place, mask=there, other=0.0, cache_modifier=".cg"), axis=0)
-    second = tl.sum(tl.load(place + channels, mask=there, other=0.0, cache_modifier=".cg"), axis=0)
-    return first, second
+    first = tl.sum(tl.load(place, mask=there, other=0.0), axis=0)
+    return first, tl.sum(tl.load(place + channels, mask=there, other=0.0), axis=0)
 
 
 @triton.jit
 def _statistics_kernel(  # type: ignore[no-untyped-def]
-    x, partial, ticket, out, running_mean, running_var, counter, rows, channels, momentum, eps,
-    RUNNING: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, TILES: tl.constexpr,
-    SHARES: tl.constexpr,
+    x, partial, rows, channels,
+    ROWS: tl.constexpr, CHANNELS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    program, block = tl.program_id(0), tl.program_id(1)
-    c = block * CHANNELS + tl.arange(0, CHANNELS)
+    program = tl.program_id(0)
+    c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     inside = c < channels
     # Sums of differences from the first row: no cancellation where the mean is far from zero.
     shift = tl.load(x + c, mask=inside, other=0.0).to(tl.float32)
-    first = tl.zeros([CHANNELS], tl.float32)
-    second = tl.zeros([CHANNELS], tl.float32)
+    first = tl.zeros([ROWS, CHANNELS], tl.float32)
+    second = tl.zeros([ROWS, CHANNELS], tl.float32)
     for tile in range(TILES):
-        r = (program * TILES + tile) * ROWS + tl.arange(0, ROWS)
-        there = (r < rows)[:, None] & inside[None, :]
-        value = tl.load(x + r.to(tl.int64)[:, None] * channels + c[None, :], mask=there, other=0.0)
-        value = tl.where(there, value.to(tl.float32) - shift[None, :], 0.0)
-        first += tl.sum(value, axis=0)
-        second += tl.sum(value * value, axis=0)
+        place, there = _tile(program * TILES + tile, channels, rows, ROWS, CHANNELS)
+        value = tl.load(x + place, mask=there, other=0.0).to(tl.float32)
+        value = tl.where(there, value - shift[None, :], 0.0)
+        first += value
+        second += value * value
     place = partial + program * (2 * channels) + c
-    tl.store(place, first, mask=inside)
-    tl.store(place + channels, second, mask=inside)
-    tl.debug_barrier()
-    if tl.atomic_add(ticket + block, 1) == tl.num_programs(0) - 1:
-        first, second = _finish(partial, c, inside, channels, SHARES)
+    tl.store(place, tl.sum(first, axis=0), mask=inside)
+    tl.store(place + channels, tl.sum(second, axis=0), mask=inside)
+
+
+@triton.jit
+def _normalise_kernel(  # type: ignore[no-untyped-def]
+    x, found, partial, running_mean, running_var, counter, weight, bias, out,
+    rows, channels, shares, momentum, eps,
+    FIRST: tl.constexpr, RECTIFY: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
+    TILES: tl.constexpr, SHARES: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    inside = c < channels
+    if FIRST:
+        first, second = _total(partial, shares, c, inside, channels, SHARES)
         offset = first / rows
         variance = tl.maximum(second / rows - offset * offset, 0.0)
-        mean = shift + offset
-        tl.store(out + c, mean, mask=inside)
-        tl.store(out + channels + c, 1.0 / tl.sqrt(variance + eps), mask=inside)
-        tl.store(ticket + block, 0)
-        if RUNNING:
+        mean = tl.load(x + c, mask=inside, other=0.0).to(tl.float32) + offset
+        rstd = 1.0 / tl.sqrt(variance + eps)
+        if program == 0:
+            tl.store(found + c, mean, mask=inside)
+            tl.store(found + channels + c, rstd, mask=inside)
             old = tl.load(running_mean + c, mask=inside, other=0.0)
             tl.store(running_mean + c, old + momentum * (mean - old), mask=inside)
             old = tl.load(running_var + c, mask=inside, other=0.0)
             unbiased = variance * (rows / (rows - 1.0))
             tl.store(running_var + c, old + momentum * (unbiased - old), mask=inside)
-            if block == 0:
+            if tl.program_id(1) == 0:
                 tl.store(counter, tl.load(counter) + 1)
-
-
-@triton.jit
-def _normalise_kernel(  # type: ignore[no-untyped-def]
-    x, statistics, weight, bias, out, rows, channels,
-    RECTIFY: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
-):  # fmt: skip
-    c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    inside = c < channels
-    mean = tl.load(statistics + c, mask=inside, other=0.0)
-    rstd = tl.load(statistics + channels + c, mask=inside, other=0.0)
+    else:
+        mean = tl.load(found + c, mask=inside, other=0.0)
+        rstd = tl.load(found + channels + c, mask=inside, other=0.0)
     scale = tl.load(weight + c, mask=inside, other=0.0).to(tl.float32)
     shift = tl.load(bias + c, mask=inside, other=0.0).to(tl.float32)
-    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    there = (r < rows)[:, None] & inside[None, :]
-    place = r.to(tl.int64)[:, None] * channels + c[None, :]
-    value = tl.load(x + place, mask=there, other=0.0).to(tl.float32)
-    value = (value - mean[None, :]) * rstd[None, :] * scale[None, :] + shift[None, :]
-    if RECTIFY:
-        value = tl.maximum(value, 0.0)
-    tl.store(out + place, value.to(out.dtype.element_ty), mask=there)
+    for tile in range(TILES):
+        place, there = _tile(program * TILES + tile, channels, rows, ROWS, CHANNELS)
+        value = tl.load(x + place, mask=there, other=0.0).to(tl.float32)
+        value = (value - mean[None, :]) * rstd[None, :] * scale[None, :] + shift[None, :]
+        if RECTIFY:
+            value = tl.maximum(value, 0.0)
+        tl.store(out + place, value.to(out.dtype.element_ty), mask=there)
 
 
 @triton.jit
@@ -111,106 +124,112 @@ def _incoming(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _sums_kernel(  # type: ignore[no-untyped-def]
-    x, grad, statistics, weight, bias, partial, ticket, out, rows, channels,
+    x, grad, found, weight, bias, partial, rows, channels,
     RECTIFY: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, TILES: tl.constexpr,
-    SHARES: tl.constexpr,
 ):  # fmt: skip
-    program, block = tl.program_id(0), tl.program_id(1)
-    c = block * CHANNELS + tl.arange(0, CHANNELS)
+    program = tl.program_id(0)
+    c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     inside = c < channels
-    mean = tl.load(statistics + c, mask=inside, other=0.0)
-    rstd = tl.load(statistics + channels + c, mask=inside, other=0.0)
+    mean = tl.load(found + c, mask=inside, other=0.0)
+    rstd = tl.load(found + channels + c, mask=inside, other=0.0)
     scale = tl.load(weight + c, mask=inside, other=0.0).to(tl.float32)
     shift = tl.load(bias + c, mask=inside, other=0.0).to(tl.float32)
-    first = tl.zeros([CHANNELS], tl.float32)
-    second = tl.zeros([CHANNELS], tl.float32)
+    first = tl.zeros([ROWS, CHANNELS], tl.float32)
+    second = tl.zeros([ROWS, CHANNELS], tl.float32)
     for tile in range(TILES):
-        r = (program * TILES + tile) * ROWS + tl.arange(0, ROWS)
-        there = (r < rows)[:, None] & inside[None, :]
-        place = r.to(tl.int64)[:, None] * channels + c[None, :]
+        place, there = _tile(program * TILES + tile, channels, rows, ROWS, CHANNELS)
         unit, g = _incoming(x, grad, mean, rstd, scale, shift, place, there, RECTIFY)
-        first += tl.sum(g * unit, axis=0)
-        second += tl.sum(g, axis=0)
+        first += g * unit
+        second += g
     place = partial + program * (2 * channels) + c
-    tl.store(place, first, mask=inside)
-    tl.store(place + channels, second, mask=inside)
-    tl.debug_barrier()
-    if tl.atomic_add(ticket + block, 1) == tl.num_programs(0) - 1:
-        first, second = _finish(partial, c, inside, channels, SHARES)
-        tl.store(out + c, first, mask=inside)
-        tl.store(out + channels + c, second, mask=inside)
-        tl.store(ticket + block, 0)
+    tl.store(place, tl.sum(first, axis=0), mask=inside)
+    tl.store(place + channels, tl.sum(second, axis=0), mask=inside)
 
 
 @triton.jit
 def _gradient_kernel(  # type: ignore[no-untyped-def]
-    x, grad, statistics, weight, bias, sums, out, rows, channels,
-    RECTIFY: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
+    x, grad, found, weight, bias, partial, sums, out, rows, channels, shares,
+    RECTIFY: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, TILES: tl.constexpr,
+    SHARES: tl.constexpr,
 ):  # fmt: skip
+    program = tl.program_id(0)
     c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     inside = c < channels
-    mean = tl.load(statistics + c, mask=inside, other=0.0)
-    rstd = tl.load(statistics + channels + c, mask=inside, other=0.0)
+    mean = tl.load(found + c, mask=inside, other=0.0)
+    rstd = tl.load(found + channels + c, mask=inside, other=0.0)
     scale = tl.load(weight + c, mask=inside, other=0.0).to(tl.float32)
     shift = tl.load(bias + c, mask=inside, other=0.0).to(tl.float32)
-    along = tl.load(sums + c, mask=inside, other=0.0) / rows
-    level = tl.load(sums + channels + c, mask=inside, other=0.0) / rows
-    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    there = (r < rows)[:, None] & inside[None, :]
-    place = r.to(tl.int64)[:, None] * channels + c[None, :]
-    unit, g = _incoming(x, grad, mean, rstd, scale, shift, place, there, RECTIFY)
-    value = (g - level[None, :] - unit * along[None, :]) * (scale * rstd)[None, :]
-    tl.store(out + place, value.to(out.dtype.element_ty), mask=there)
+    along, level = _total(partial, shares, c, inside, channels, SHARES)
+    if program == 0:
+        tl.store(sums + c, along, mask=inside)
+        tl.store(sums + channels + c, level, mask=inside)
+    for tile in range(TILES):
+        place, there = _tile(program * TILES + tile, channels, rows, ROWS, CHANNELS)
+        unit, g = _incoming(x, grad, mean, rstd, scale, shift, place, there, RECTIFY)
+        value = g - (level / rows)[None, :] - unit * (along / rows)[None, :]
+        value *= (scale * rstd)[None, :]
+        tl.store(out + place, value.to(out.dtype.element_ty), mask=there)
 
 
-def _sizes(x: torch.Tensor) -> tuple[int, int, dict[str, Any], int]:
-    """Rows, channels, the shape of a tile, and blocks of channels."""
-    channels = x.shape[1]
-    wide = min(triton.next_power_of_2(channels), 128)
-    tile = {"ROWS": TILE // wide, "CHANNELS": wide}
-    return x.numel() // channels, channels, tile, triton.cdiv(channels, wide)
+class _Sizes:
+    """How a tensor is cut into tiles, and these into programs."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.channels = x.shape[1]
+        self.rows = x.numel() // self.channels
+        wide = min(triton.next_power_of_2(self.channels), 128)
+        self._blocks = triton.cdiv(self.channels, wide)
+        self._tile = {"ROWS": TILE // wide, "CHANNELS": wide, "num_warps": WARPS}
+        self._tiles = triton.cdiv(self.rows, TILE // wide)
+        self.shares = triton.cdiv(self._tiles, self._each(SHARES))
+
+    def _each(self, limit: int) -> int:
+        return triton.cdiv(self._tiles, limit)
+
+    def split(self, limit: int) -> tuple[tuple[int, int], dict[str, Any]]:
+        """A grid of at most so many programs over the rows, and what they are made for."""
+        each = self._each(limit)
+        return (triton.cdiv(self._tiles, each), self._blocks), {**self._tile, "TILES": each}
+
+    def partial(self, x: torch.Tensor) -> torch.Tensor:
+        """Room for two sums of every share."""
+        return torch.empty(self.shares, 2, self.channels, dtype=torch.float32, device=x.device)
 
 
-def _shares(rows: int, tile_rows: int) -> tuple[int, int]:
-    """Programs that split the rows, and the tiles of each."""
-    tiles = triton.cdiv(rows, tile_rows)
-    each = triton.cdiv(tiles, SHARES)
-    return triton.cdiv(tiles, each), each
-
-
-def statistics(
-    x: torch.Tensor,
-    ticket: torch.Tensor,
-    running: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
-    momentum: float,
-    eps: float,
-) -> torch.Tensor:
-    """Mean and reciprocal deviation of every channel, (2, channels); moves the running ones."""
-    rows, channels, tile, blocks = _sizes(x)
-    programs, each = _shares(rows, tile["ROWS"])
-    partial = torch.empty(programs, 2, channels, dtype=torch.float32, device=x.device)
-    out = torch.empty(2, channels, dtype=torch.float32, device=x.device)
-    mean, var, counter = (out, out, ticket) if running is None else running
-    _statistics_kernel[(programs, blocks)](
-        x, partial, ticket, out, mean, var, counter, rows, channels, momentum, eps,
-        RUNNING=running is not None, TILES=each, SHARES=SHARES, **tile,
-    )  # fmt: skip
-    return out
+def statistics(x: torch.Tensor) -> torch.Tensor:
+    """Sums from which `normalise` makes mean and deviation of every channel."""
+    sizes = _Sizes(x)
+    partial = sizes.partial(x)
+    grid, settings = sizes.split(SHARES)
+    _statistics_kernel[grid](x, partial, sizes.rows, sizes.channels, **settings)
+    return partial
 
 
 def normalise(
     x: torch.Tensor,
     found: torch.Tensor,
+    partial: torch.Tensor | None,
+    running: Running | None,
     weight: torch.Tensor,
     bias: torch.Tensor,
+    momentum: float,
+    eps: float,
     rectify: bool,
 ) -> torch.Tensor:
-    """(x - mean) / deviation * weight + bias, and its positive part."""
-    rows, channels, tile, blocks = _sizes(x)
+    """(x - mean) / deviation * weight + bias, and its positive part.
+
+    With sums, it writes mean and reciprocal deviation to `found`, (2, channels), and moves the
+    running ones; without them it reads `found`.
+    """
+    sizes = _Sizes(x)
     out = torch.empty_like(x)
-    _normalise_kernel[(triton.cdiv(rows, tile["ROWS"]), blocks)](
-        x, found, weight, bias, out, rows, channels, RECTIFY=rectify, **tile
-    )
+    grid, settings = sizes.split(READERS)
+    mean, var, counter = (found, found, found) if running is None else running
+    _normalise_kernel[grid](
+        x, found, found if partial is None else partial, mean, var, counter, weight, bias, out,
+        sizes.rows, sizes.channels, sizes.shares, momentum, eps,
+        FIRST=partial is not None, RECTIFY=rectify, SHARES=SHARES, **settings,
+    )  # fmt: skip
     return out
 
 
@@ -220,21 +239,21 @@ def gradients(
     found: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor,
-    ticket: torch.Tensor,
     rectify: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The gradient of x, and those of weight and bias as (2, channels)."""
-    rows, channels, tile, blocks = _sizes(x)
-    programs, each = _shares(rows, tile["ROWS"])
-    partial = torch.empty(programs, 2, channels, dtype=torch.float32, device=x.device)
-    sums = torch.empty(2, channels, dtype=torch.float32, device=x.device)
-    _sums_kernel[(programs, blocks)](
-        x, grad, found, weight, bias, partial, ticket, sums, rows, channels,
-        RECTIFY=rectify, TILES=each, SHARES=SHARES, **tile,
+    sizes = _Sizes(x)
+    partial = sizes.partial(x)
+    grid, settings = sizes.split(SHARES)
+    _sums_kernel[grid](
+        x, grad, found, weight, bias, partial, sizes.rows, sizes.channels,
+        RECTIFY=rectify, **settings,
     )  # fmt: skip
-    del partial
+    sums = torch.empty(2, sizes.channels, dtype=torch.float32, device=x.device)
     out = torch.empty_like(x)
-    _gradient_kernel[(triton.cdiv(rows, tile["ROWS"]), blocks)](
-        x, grad, found, weight, bias, sums, out, rows, channels, RECTIFY=rectify, **tile
-    )
+    grid, settings = sizes.split(READERS)
+    _gradient_kernel[grid](
+        x, grad, found, weight, bias, partial, sums, out, sizes.rows, sizes.channels, sizes.shares,
+        RECTIFY=rectify, SHARES=SHARES, **settings,
+    )  # fmt: skip
     return out, sums

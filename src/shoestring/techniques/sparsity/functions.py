@@ -110,24 +110,24 @@ class Convolution(torch.autograd.Function):
         """Two calls: weight and gradient are never dense together, nor both gradients' operands.
 
         The gradient of the weight comes first, since only it reads the input, which may be gone
-        after it; of the other operand each call reads no more than the shape.
+        after it. Of its other operand each call reads the shape, and of the input the layout too.
         """
         weight, settings = _unchanged(ctx), ctx.settings
         x, values = ctx.saved_tensors
         need_x, need_values, need_bias = ctx.needs_input_grad[:3]
         grad_x = grad_values = grad_bias = None
         run = torch.ops.aten.convolution_backward
-        shape_only = values.new_empty((), dtype=ctx.dtype)
         if need_values or need_bias:
             sizes = (grad.shape[1],) if need_bias else None
             masks = (False, need_values, need_bias)
-            stand_in = shape_only.expand(weight.shape)
+            stand_in = values.new_empty((), dtype=ctx.dtype).expand(weight.shape)
             _, product, grad_bias = run(grad, x, stand_in, sizes, *settings, masks)
             grad_values = _gathered(weight, product, values) if need_values else None
             del product
         if need_x:
             dense = weight.dense(values, ctx.dtype, x)
-            x = shape_only.expand(x.shape)
+            if grad.shape == x.shape and grad.stride() == x.stride():
+                x = grad
             grad_x = run(grad, x, dense, None, *settings, (True, False, False))[0]
         return grad_x, grad_values, grad_bias, None, None, None
 

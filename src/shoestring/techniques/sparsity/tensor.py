@@ -60,7 +60,7 @@ class SparseTensor:
     optimizer: weakref.ref[torch.optim.Optimizer] | None = None
     version: int = 0
     """How often the pattern changed."""
-    _starts: torch.Tensor | None = field(default=None, repr=False)
+    _starts: tuple[torch.Tensor, torch.Tensor] | None = field(default=None, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "optimizer": None, "_starts": None}
@@ -123,9 +123,10 @@ class SparseTensor:
         self.changed()
 
     def changed(self) -> None:
-        """The index was written."""
+        """The index was written; what the kernels know of it is made now, not within a graph."""
         self.version += 1
         self._starts = None
+        self._kernels()
 
     def state(self) -> dict[str, Any]:
         """The optimizer's state of the values; empty where there is none."""
