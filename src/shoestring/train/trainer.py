@@ -291,6 +291,7 @@ def prepare_device(name: str | None, *, tf32: bool, benchmark: bool) -> torch.de
             raise InputError(f"there is no {wanted} here", hint="--device cpu")
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":0:0")
         os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "0")
+        device = torch.device("cuda", device.index or 0)
         torch.cuda.set_device(device)
         torch.backends.cudnn.allow_tf32 = tf32
         torch.backends.cuda.matmul.allow_tf32 = tf32
