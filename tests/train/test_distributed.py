@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from torch import nn
 
 import shoestring as ss
 from shoestring.errors import InputError
+from shoestring.records.run import read, strip_times
+from shoestring.train import snapshot
 from shoestring.train.apply import apply
 from shoestring.train.certificate import relative_error
 from shoestring.train.shares import Parallel, cut_evenly
@@ -42,12 +45,18 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the ranks leave results and runs."""
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def found(place: Path) -> list[dict[str, Any]]:
     """The results of both ranks, by job."""
     states = {}
     for _, plan in CROSSED:
         states[plan] = trained(make("tied", plan), batches("tied")[: STEPS // 2])["state"]
-    return together(tmp_path_factory.mktemp("ranks"), states)
+    return together(place, states)
 
 
 def alone(model: str, plan: str, optimizer: str = "sgd") -> dict[str, Any]:
@@ -71,13 +80,13 @@ def moments_of(state: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 def assert_same(expected: dict[str, Any], given: dict[str, Any], tolerance: float = 1e-4) -> None:
     assert given["losses"] == pytest.approx(expected["losses"], rel=tolerance / 4)
-    for read in (weights_of, moments_of):
-        if "optimizer" not in given["state"] and read is moments_of:
+    for part in (weights_of, moments_of):
+        if "optimizer" not in given["state"] and part is moments_of:
             continue
-        a, b = read(expected["state"]), read(given["state"])
+        a, b = part(expected["state"]), part(given["state"])
         assert a.keys() == b.keys()
         assert all(a[k].shape == b[k].shape for k in a)
-        assert relative_error([(a[k], b[k]) for k in a]) < tolerance, read.__name__
+        assert relative_error([(a[k], b[k]) for k in a]) < tolerance, part.__name__
 
 
 @pytest.mark.parametrize("case", SAME, ids=" ".join)
@@ -89,8 +98,8 @@ def test_two_ranks_train_as_one_process(found: list[Any], case: tuple[str, ...])
     assert first["indexes"].keys() == second["indexes"].keys()
     assert all(torch.equal(a, second["indexes"][n]) for n, a in first["indexes"].items())
     if parallel == "ddp":
-        for read in (weights_of, moments_of):
-            a, b = read(first["state"]), read(second["state"])
+        for part in (weights_of, moments_of):
+            a, b = part(first["state"]), part(second["state"])
             assert all(torch.equal(a[k], b[k]) for k in a)
     if plan in ("dsr", "set"):
         rewiring = first["state"]["techniques"]["sparsity"]
@@ -180,6 +189,36 @@ def test_what_cannot_be_shared_is_refused_on_all_ranks(found: list[Any]) -> None
         assert "DistributedDataParallel" in refused["wrapped"]
         assert all(text.startswith("InputError") for text in refused.values())
         assert "rewired their sparse weights differently" in result["other_pattern"]["error"]
+
+
+def test_a_stopped_run_of_two_ranks_goes_on_to_the_bit(found: list[Any], place: Path) -> None:
+    whole, parts = (snapshot.load_latest(place / name)[0] for name in ("whole", "parts"))
+    assert whole is not None and parts is not None
+    assert whole["done"] == parts["done"] == 4 and len(whole["random"]) == 2
+    a, b = ({**weights_of(s["step"]), **moments_of(s["step"])} for s in (whole, parts))
+    assert all(torch.equal(a[k], b[k]) for k in a)
+    for key, value in whole["step"]["model"].items():
+        assert torch.equal(value, parts["step"]["model"][key]), key
+    events = [strip_times(read(place / name)) for name in ("whole", "parts")]
+    assert events[0] == events[1] and events[0][0]["event"] == "start"
+
+
+def test_all_ranks_stop_after_the_same_update(found: list[Any]) -> None:
+    said = "TrainingStopped: stopped by SIGTERM after update 2 of 59"
+    assert all(result["told_to_stop"]["error"].startswith(said) for result in found)
+
+
+def test_what_one_rank_finds_stops_all(found: list[Any], place: Path) -> None:
+    for result in found:
+        assert "holds a run already" in result["folder_in_use"]["error"]
+        assert "a weight is not finite" in result["broken_on_one_rank"]["error"]
+    assert snapshot.found(place / "broken") == []
+
+
+def test_ranks_draw_different_numbers_and_feed_their_own_examples(found: list[Any]) -> None:
+    first, second = (result["streams"] for result in found)
+    assert not torch.equal(first["drawn"], second["drawn"])
+    assert (first["share"], second["share"]) == ((0, 12), (12, 24))
 
 
 @pytest.mark.parametrize(

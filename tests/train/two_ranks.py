@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import datetime
+import os
+import signal
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -18,11 +20,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoestring.errors import ShoestringError
+from shoestring.tasks import ImageTask, load_task
 from shoestring.techniques import Checkpointing, Microbatching, Precision, Sparsity, Technique
 from shoestring.techniques.sparsity import sparse_tensors
 from shoestring.train.apply import Step, apply
 from shoestring.train.distributed import average_statistics
+from shoestring.train.loop import train
+from shoestring.train.settings import Settings, settings_for
 from shoestring.train.shares import Parallel
+from shoestring.train.trainer import Trainer
 from techniques.small_models import SMALL
 
 REWIRES = {"schedule": ((100, 2),), "rewire_fraction": 0.05}
@@ -252,6 +258,72 @@ def begin(parallel: str, plan: str) -> dict[str, Any]:
     return trained(make("tied", plan, parallel=parallel), batches("tied")[: STEPS // 2])
 
 
+def settings(**others: Any) -> tuple[Settings, ImageTask]:
+    """A small run on digits whose updates are too few for rounding to grow."""
+    task = load_task("digits", folder=None, split="test", seed=0)
+    given = {"epochs": 1, "batch": 24, "microbatch": 6, "seed": 1, "learning_rate": 0.02, **others}
+    return settings_for("wrn-10-0.5", "digits", images=len(task.images), **given), task
+
+
+def run_to(folder: Path, stop_after: int, **others: Any) -> Any:
+    made, task = settings()
+    return train(
+        made, task, folder, device=torch.device("cpu"), snapshot_every=2, stop_after=stop_after,
+        **others,
+    )  # fmt: skip
+
+
+def told_to_stop(place: Path) -> dict[str, Any]:
+    """Rank 1 alone gets a signal after its second update."""
+    plain = Trainer.advance
+
+    def advance(trainer: Trainer) -> None:
+        plain(trainer)
+        if trainer.done == 2 and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    Trainer.advance = advance  # type: ignore[method-assign]
+    try:
+        return {"error": _error(lambda: run_to(place / "parts", 4))}
+    finally:
+        Trainer.advance = plain  # type: ignore[method-assign]
+
+
+def resumed_to_the_bit(place: Path) -> dict[str, Any]:
+    """What was stopped, gone on with, beside four updates at once."""
+    run_to(place / "parts", 4, resume=True)
+    run_to(place / "whole", 4)
+    return {}
+
+
+def folder_in_use(place: Path) -> dict[str, Any]:
+    """Rank 0 finds that the folder holds a run; rank 1 looks at none."""
+    return {"error": _error(lambda: run_to(place / "parts", 9))}
+
+
+def streams() -> dict[str, Any]:
+    made, task = settings()
+    trainer = Trainer(made, task, torch.device("cpu"), predict=False)
+    return {"drawn": torch.rand(3), "share": trainer.feed.share}
+
+
+def broken_on_one_rank(place: Path) -> dict[str, Any]:
+    """A weight of rank 1 is no number before a snapshot: nobody may write one."""
+    plain = Trainer.advance
+
+    def advance(trainer: Trainer) -> None:
+        plain(trainer)
+        if dist.get_rank() == 1 and trainer.done == 2:
+            with torch.no_grad():
+                next(iter(trainer.step.model.parameters())).fill_(torch.nan)
+
+    Trainer.advance = advance  # type: ignore[method-assign]
+    try:
+        return {"error": _error(lambda: run_to(place / "broken", 2))}
+    finally:
+        Trainer.advance = plain  # type: ignore[method-assign]
+
+
 def _error(call: Callable[[], Any]) -> str:
     try:
         call()
@@ -260,7 +332,7 @@ def _error(call: Callable[[], Any]) -> str:
     return "none"
 
 
-def jobs(states: dict[str, Any]) -> dict[str, Callable[[], dict[str, Any]]]:
+def jobs(place: Path, states: dict[str, Any]) -> dict[str, Callable[[], dict[str, Any]]]:
     """By name, in the order both ranks run them."""
     made: dict[str, Callable[[], dict[str, Any]]] = {}
     for case in SAME:
@@ -272,9 +344,12 @@ def jobs(states: dict[str, Any]) -> dict[str, Callable[[], dict[str, Any]]]:
         made[f"overflow {parallel}"] = lambda a=parallel: overflow(a)
         for plan in ("plain", "microbatched"):
             made[f"collectives {parallel} {plan}"] = lambda a=parallel, b=plan: collectives(a, b)
+    for run_job in (told_to_stop, folder_in_use, resumed_to_the_bit, broken_on_one_rank):
+        made[run_job.__name__] = lambda job=run_job: job(place)
     for job in (
         other_weights_at_first, parts_of_their_own, parts_of_their_own_sharded,
         averaged_over_tokens, statistics, wrapped_by_hand, refusals, other_pattern,
+        streams,
     ):  # fmt: skip
         made[job.__name__] = job
     return made
@@ -293,13 +368,13 @@ def run(rank: int, folder: str) -> None:
         timeout=datetime.timedelta(seconds=60),
     )
     states = torch.load(place / "states.pt", weights_only=False)
-    results = {name: job() for name, job in jobs(states).items()}
+    results = {name: job() for name, job in jobs(place, states).items()}
     torch.save(results, place / f"rank{rank}.pt")
     dist.destroy_process_group()
 
 
 def together(folder: Path, states: dict[str, Any]) -> list[dict[str, Any]]:
-    """What rank 0 and rank 1 found."""
+    """What rank 0 and rank 1 found; runs are in folders beside."""
     torch.save(states, folder / "states.pt")
     mp.spawn(run, args=(str(folder),), nprocs=2)
     return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
