@@ -112,7 +112,11 @@ class _Table:
                 zip(self.chain.later_gradient_bytes[1:], stages, strict=True)
             )
         ]
-        self.passing = [slots(stage.pass_bytes) for stage in stages]
+        self.passing = np.array([slots(stage.pass_bytes) for stage in stages])
+        # The stage that follows the longest region from here; itself where none may start.
+        self.reach = list(range(len(stages)))
+        for i in range(self.end - 1, 0, -1):
+            self.reach[i] = self.reach[i + 1] if stages[i].joins and i + 1 < self.end else i + 1
         self.pass_cost = [cost(stage.options["keep"].forward) for stage in stages]
         self.leaves: list[list[_Leaf]] = [[] for _ in stages]
         for name in ("keep", "cheap"):
@@ -138,9 +142,11 @@ class _Table:
         self.best = np.full((count, count, size), np.inf, dtype=np.float32)
         # after[t, u]: stages u…t, beside what a region that ends before u holds
         self.after = np.full((count, count, size), np.inf, dtype=np.float32)
+        enough = np.full((count, count), size)  # the least memory with which a part can run
+        held = np.array(self.held)
         for t in range(count):
             for s in range(t, -1, -1):
-                if t < self.end and s < t and self._reach(s) <= t:
+                if t < self.end and s < t and self.reach[s] <= t:
                     break  # no region holds both
                 row = self.best[s, t]
                 for leaf in self.leaves[s]:
@@ -151,26 +157,21 @@ class _Table:
                         rest = self.best[s + 1, t, max(need - kept, 0) : size - kept]
                         tail = row[max(need, kept) :]
                         np.minimum(tail, rest + price, out=tail)
-                last = min(t, self._reach(s))
+                last = min(t, self.reach[s])
                 if s < last:
                     costs, needs = self._passes(s, t, last)
                     both = self.after[t, s + 1 : last + 1] + self.best[s, s:last]
                     both += costs[:, None]
-                    for line, need in zip(both, needs, strict=True):
-                        line[:need] = np.inf
+                    least = np.maximum(
+                        enough[s, s:last], enough[s + 1 : last + 1, t] + held[s:last]
+                    )
+                    for line in np.flatnonzero(needs > least):
+                        both[line, : needs[line]] = np.inf
                     np.minimum(row, both.min(axis=0), out=row)
+                if np.isfinite(row[-1]):
+                    enough[s, t] = int(np.isfinite(row).argmax())
                 if s > 0 and self.held[s - 1] < size:
-                    held = self.held[s - 1]
-                    self.after[t, s, held:] = row[: size - held]
-
-    def _reach(self, start: int) -> int:
-        """The stage that follows the longest region from here; itself where none may start."""
-        if not 0 < start < self.end:
-            return start
-        after = start + 1
-        while after < self.end and self.stages[after - 1].joins:
-            after += 1
-        return after
+                    self.after[t, s, self.held[s - 1] :] = row[: size - self.held[s - 1]]
 
     def _of(self, leaf: _Leaf, s: int, t: int) -> tuple[int, float, int]:
         """Slots a leaf at s needs when the part ends at t, its cost, and the slots it keeps."""
@@ -179,13 +180,11 @@ class _Table:
         need = max(leaf.forward + self.waiting[t], leaf.backward + self.later[s + 1])
         return need, leaf.cost, leaf.kept
 
-    def _passes(self, s: int, t: int, last: int) -> tuple[np.ndarray, list[int]]:
+    def _passes(self, s: int, t: int, last: int) -> tuple[np.ndarray, np.ndarray]:
         """Cost and slots of running s…u-1 without keeping anything, for u = s+1…last."""
-        needs, peak = [], 0
-        for k in range(s, last):
-            peak = max(peak, (self.held[k - 1] if k > s else 0) + self.passing[k])
-            needs.append(peak + self.waiting[t])
-        return np.cumsum(self.pass_cost[s:last], dtype=np.float32), needs
+        inside = np.array([0, *self.held[s : last - 1]])
+        peaks = np.maximum.accumulate(inside + self.passing[s:last])
+        return np.cumsum(self.pass_cost[s:last], dtype=np.float32), peaks + self.waiting[t]
 
     def schedules(self, most: int = sys.maxsize) -> Iterator[Schedule]:
         """One for each amount of memory at which the cost falls, the cheapest first."""
@@ -211,11 +210,11 @@ class _Table:
                 total = price + (self.best[s + 1, t, x - held] if s < t else 0.0)
                 if total < least:
                     least, chosen, kept = total, leaf.name, held
-            last = min(t, self._reach(s))
+            last = min(t, self.reach[s])
             if s < last:
                 costs, needs = self._passes(s, t, last)
                 totals = self.after[t, s + 1 : last + 1, x] + self.best[s, s:last, x] + costs
-                totals[np.array(needs) > x] = np.inf
+                totals[needs > x] = np.inf
                 cut = int(totals.argmin())
                 if totals[cut] < least:
                     after = s + 1 + cut

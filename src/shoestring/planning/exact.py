@@ -1,10 +1,14 @@
 """The least cost of training a chain, or a small graph, within a budget: a mixed integer program.
 
-It checks `planning.chain` and is far too slow to replace it. The class of schedules is larger
-(after Jain et al., "Checkmate", 2020): before each stage's backward pass any blocks may run again,
-in forward order, keeping anything or nothing; what is kept may be dropped at any time and made
-again later. Schedules of leaves and nested regions are a part of this. Bytes and costs are those
-of `planning.stages`, and the head is kept as there.
+It checks `planning.chain` and is far too slow to replace it. After Jain et al., "Checkmate" (2020):
+before each stage's backward pass any blocks may run again, in forward order, keeping anything or
+nothing. Bytes and costs are those of `planning.stages`, and the head is kept as there. There are
+three classes of schedules, each a part of the next:
+
+- "persistent": what is kept stays until the backward pass that reads it, as in nested regions;
+- "dropping": it may be dropped before, and made again;
+- "parted": the input of a stage may be dropped while what the stage itself keeps stays. Autograd's
+  saved tensors hold the input, so this takes another way to execute than regions.
 
 Time is cut into phases, one for each stage's backward pass, from the last to the first; the forward
 pass is a part of the first phase. In phase j there is a slot for each stage s ≤ j to run forward
@@ -21,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
@@ -29,6 +34,7 @@ from scipy.sparse import csr_matrix
 from .stages import Chain, Cost, flops_only
 
 Terms = list[tuple[Hashable, float]]
+Class = Literal["persistent", "dropping", "parted"]
 
 
 @dataclass(frozen=True)
@@ -45,19 +51,17 @@ def optimum(
     cost: Cost = flops_only,
     *,
     reads: Sequence[Sequence[int]] | None = None,
-    hold_inputs: bool = True,
+    schedules: Class = "persistent",
     seconds: float = 60.0,
 ) -> Optimum | None:
     """The least cost within the budget; None if nothing fits.
 
     `reads[i]` are the stages whose output stage i reads, head and tail among them; by default the
-    one before it. What a stage keeps holds its input too, as autograd's saved tensors do; without
-    `hold_inputs` the input may be dropped and made again, which no region does. After `seconds`
-    the best that was found counts, and `bound` tells how good it is.
+    one before it. After `seconds` the best that was found counts, and `bound` tells how good it is.
     """
     count = len(chain.stages)
     given = reads or [(i - 1,) if i else () for i in range(count)]
-    program = _Program(chain, budget_bytes, cost, given, hold_inputs)
+    program = _Program(chain, budget_bytes, cost, given, schedules)
     return program.solve(seconds)
 
 
@@ -68,9 +72,9 @@ class _Program:
         budget_bytes: int,
         cost: Cost,
         reads: Sequence[Sequence[int]],
-        hold_inputs: bool,
+        schedules: Class,
     ) -> None:
-        self.hold_inputs = hold_inputs
+        self.class_ = schedules
         self.stages, self.later = chain.stages, chain.later_gradient_bytes
         self.room, self.cost, self.reads = budget_bytes - chain.fixed_bytes, cost, reads
         self.end = len(self.stages) - 1
@@ -106,13 +110,18 @@ class _Program:
         for p in range(j + 1):
             for o in [] if first else self._options(p):
                 self._variable(("tape", j, p, o))
-                for source in self.reads[p] if self.hold_inputs else ():
+                for source in self.reads[p] if self.class_ != "parted" else ():
                     self._row([(("tape", j, p, o), 1), (("out", j, source), -1)], upper=0)
         self._follow_outputs(j)
         if not first:  # the head is always kept
             self._row([(("tape", j, 0, "keep"), 1)], lower=1)
             if 0 in self._carried(j):
                 self._row([(("out", j, 0), 1)], lower=1)
+        if self.class_ == "persistent" and not first:
+            kept: list[Any] = [("out", p) for p in self._carried(j - 1)] if j else []
+            kept += [("tape", p, o) for p in range(j) for o in self._options(p)]
+            for kind, *rest in kept:
+                self._row([((kind, j, *rest), 1), ((kind, j - 1, *rest), -1)], upper=0)
         for p in range(j):  # kept for the next phase only if it is there
             for o in self._options(p):
                 made: Terms = [(("tape", j - 1, p, o), 1), (("run", j, p, o), -1)]
@@ -181,8 +190,8 @@ class _Program:
             option, run, use = self.stages[j].options[o], ("run", j, j, o), ("use", j, o)
             self._price(use, self.cost(option.backward))
             uses.append((use, 1))
-            kept: Terms = [] if first else [(("tape", j, j, o), -1)]
-            self._row([(use, 1), (run, -1), *kept], upper=0)
+            before: Terms = [] if first else [(("tape", j, j, o), -1)]
+            self._row([(use, 1), (run, -1), *before], upper=0)
             self._row([(run, 1), (use, -1)], upper=0)
             needs.append((use, option.backward_bytes))
             if not first:
