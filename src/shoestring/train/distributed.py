@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import InputError, ShoestringError
@@ -26,8 +25,10 @@ from ..trace.blocks import is_normalization
 from ..trace.graph import Phase
 from .apply import Step
 from .group import communication_device, ranks
-from .sharding import Sharding, check_sharding
 from .shares import Parallel, Shares
+
+if TYPE_CHECKING:
+    from .sharding import Sharding
 
 BUCKET_BYTES = 2**20
 """Smaller gradients are packed into one message of about this size; larger ones go as they are."""
@@ -120,8 +121,8 @@ def average_statistics(model: nn.Module) -> None:
 
 def own_tensors(model: nn.Module) -> list[torch.Tensor]:
     """Parameters and buffers, of those that are split this rank's part."""
-    held = [*model.parameters(), *model.buffers()]
-    return [t.to_local() if isinstance(t, DTensor) else t for t in held]
+    held: list[Any] = [*model.parameters(), *model.buffers()]
+    return [t.to_local() if hasattr(t, "to_local") else t for t in held]
 
 
 class SamePattern:
@@ -168,16 +169,21 @@ class Ranks:
                 hint="give the bare model; parallel= adds the gradients itself",
             )
         if self._parallel.kind == "fsdp":
+            from .sharding import check_sharding
+
             check_sharding(setup, self._plan)
 
     def apply(self, setup: Setup) -> None:
         """Start from rank 0's tensors; share every batch, add gradients before the update."""
-        with torch.no_grad():
-            for tensor in (*setup.model.parameters(), *setup.model.buffers()):
-                dist.broadcast(tensor.data, 0)
+        for tensor in (*setup.model.parameters(), *setup.model.buffers()):
+            sent = tensor.detach().contiguous()  # a copy of one that is not, channels last
+            dist.broadcast(sent, 0)
+            tensor.data.copy_(sent)
         setup.split = Shares(self._parallel, self._plan)
         plain_update = setup.update
         if self._parallel.kind == "fsdp":
+            from .sharding import Sharding  # half a second to import, for those who use it
+
             self._sharding = Sharding(setup, self._plan)
         elif "sparsity" in setup.state:
             setup.after_update.append(SamePattern(setup))

@@ -110,6 +110,8 @@ class Sharding:
         self._model, self._optimizer = setup.model, setup.optimizer
         device = next(setup.model.parameters()).device.type
         before = dict(setup.model.named_parameters())
+        for parameter in before.values():  # rows are split; channels last would not lie in rows
+            parameter.data = parameter.data.contiguous()
         self.replicated = _odd_types(setup.model)
         """BatchNorm's FP32 parameters beside 16 bits: too few to split, reduced as in `ddp`."""
         strategy = "none" if plan.checkpointing is None else plan.checkpointing.strategy
