@@ -31,6 +31,12 @@ class Costs:
     source: str
     """"nominal", or what was measured."""
 
+    @property
+    def narrow(self) -> str:
+        """The 16-bit type to plan with: fp16 as in the report, unless bf16 is far faster."""
+        rates = self.flops_per_second
+        return "bf16" if rates["bf16"] > 2 * rates["fp16"] else "fp16"
+
     def seconds(self, work: Work, precision: str = "fp32") -> float:
         """How long the work takes when floats are of this precision."""
         return (

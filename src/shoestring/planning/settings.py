@@ -37,9 +37,15 @@ class Setting:
 
 
 def settings(
-    allowed: Allowed, examples: int | None, batch_norm: bool, sparsifiable: bool, ragged: bool
+    allowed: Allowed,
+    examples: int | None,
+    *,
+    batch_norm: bool,
+    sparsifiable: bool,
+    ragged: bool,
+    narrow: str = "fp16",
 ) -> list[Setting]:
-    """Every setting that is allowed, the least lossy first.
+    """Every setting that is allowed, the least lossy first; `narrow` is the 16-bit type.
 
     `ragged`: the last microbatch may be smaller; never where BatchNorm would see it.
     """
@@ -48,7 +54,7 @@ def settings(
         sizes = [None]
     densities = [None, *(DENSITIES if allowed.sparsity and sparsifiable else ())]
     found = []
-    for precision in (None, "fp16") if allowed.precision else (None,):
+    for precision in (None, narrow) if allowed.precision else (None,):
         for size in sizes:
             for density in densities:
                 loss = PRECISION_LOSS if precision else 0.0
@@ -76,52 +82,64 @@ def _sizes(examples: int | None, ragged: bool) -> Iterator[int]:
             yield size
 
 
-def adapted(chain: Chain, scale: float, resident_bytes: int, floor_bytes: int) -> Chain:
-    """The chain of a microbatch: a fraction of the activations, and gradients that are there.
+@dataclass(frozen=True)
+class Scales:
+    """How a setting changes the chain of the plain step."""
 
-    `resident_bytes` are what does not depend on the schedule. A chain that is not split (scale 1)
-    makes its gradients as backward goes; the microbatches of a split one add to those of the first.
-    """
-    split = scale < 1
+    activations: float = 1.0
+    """Bytes, by the share of the minibatch that runs at once and the width of its numbers."""
+    gradients: float = 1.0
+    flops: float = 1.0
+    bytes_moved: float = 1.0
+    split: bool = False
+    """Gradients of the microbatches before are there when one begins."""
+
+
+def adapted(chain: Chain, by: Scales, resident_bytes: int, floor_bytes: int) -> Chain:
+    """The chain of a setting; `resident_bytes` are what neither schedule nor passes change."""
     gradients = sum(stage.parameter_gradient_bytes for stage in chain.stages)
     return replace(
         chain,
-        head=_adapted(chain.head, scale, split),
-        blocks=tuple(_adapted(stage, scale, split) for stage in chain.blocks),
-        tail=_adapted(chain.tail, scale, split),
-        fixed_bytes=resident_bytes + (gradients if split else 0),
+        head=_adapted(chain.head, by),
+        blocks=tuple(_adapted(stage, by) for stage in chain.blocks),
+        tail=_adapted(chain.tail, by),
+        fixed_bytes=resident_bytes + (int(gradients * by.gradients) if by.split else 0),
         floor_bytes=floor_bytes,
     )
 
 
-def _adapted(stage: Stage, scale: float, split: bool) -> Stage:
+def _adapted(stage: Stage, by: Scales) -> Stage:
     own = stage.parameter_gradient_bytes
 
-    def activations(nbytes: int, gradients: int = 0) -> int:
-        return int((nbytes - gradients) * scale) + gradients
+    def made(nbytes: int) -> int:
+        return int(nbytes * by.activations)
+
+    def backward(nbytes: int) -> int:
+        gradients = min(own, nbytes)
+        return made(nbytes - gradients) + int(gradients * by.gradients)
 
     def option(of: Option) -> Option:
         return replace(
             of,
-            kept_bytes=activations(of.kept_bytes),
-            forward_bytes=activations(of.forward_bytes),
-            backward_bytes=activations(of.backward_bytes, min(own, of.backward_bytes)),
-            again_bytes=activations(of.again_bytes, min(own, of.again_bytes)),
-            forward=scaled(of.forward, scale),
-            again=scaled(of.again, scale),
-            backward=scaled(of.backward, scale),
+            kept_bytes=made(of.kept_bytes),
+            forward_bytes=made(of.forward_bytes),
+            backward_bytes=backward(of.backward_bytes),
+            again_bytes=backward(of.again_bytes),
+            forward=scaled(of.forward, by),
+            again=scaled(of.again, by),
+            backward=scaled(of.backward, by),
         )
 
     return replace(
         stage,
         options={name: option(of) for name, of in stage.options.items()},
-        held_bytes=activations(stage.held_bytes),
-        pass_bytes=activations(stage.pass_bytes),
-        gradient_bytes=activations(stage.gradient_bytes),
-        parameter_gradient_bytes=0 if split else own,
+        held_bytes=made(stage.held_bytes),
+        pass_bytes=made(stage.pass_bytes),
+        gradient_bytes=made(stage.gradient_bytes),
+        parameter_gradient_bytes=0 if by.split else int(own * by.gradients),
     )
 
 
-def scaled(work: Work, scale: float) -> Work:
-    """The same kernels on fewer examples."""
-    return Work(work.flops * scale, work.bytes_moved * scale, work.launches)
+def scaled(work: Work, by: Scales) -> Work:
+    """The same kernels, on fewer examples or narrower numbers."""
+    return Work(work.flops * by.flops, work.bytes_moved * by.bytes_moved, work.launches)

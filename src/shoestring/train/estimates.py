@@ -1,0 +1,279 @@
+"""What plans for a model take, by the `device` accounting: estimated from its chain of blocks.
+
+The chain is that of the plain step, scaled to precisions and microbatches. `predict` does not
+estimate: it runs the planned step itself on fake tensors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from torch import nn
+
+from ..errors import InputError, TraceError
+from ..memory.device import device_timeline
+from ..memory.timeline import Timeline
+from ..planning.chain import front, solve
+from ..planning.cost import Costs
+from ..planning.plan import Plan
+from ..planning.result import Predicted
+from ..planning.search import Candidate
+from ..planning.settings import Scales, Setting, adapted
+from ..planning.stages import Chain, Schedule, Work
+from ..techniques import Checkpointing
+from ..trace.capture import Loss
+from ..trace.fakes import OptimizerLike
+from ..trace.graph import Phase, Role, Trace
+from .capture import capture_step
+from .chain import measure_chain
+from .residents import Update, halved, traced_update
+
+_NAMED = ("no-bn", "every-2", "every-4", "every-8", "every-16", "every-32")
+"""Ways to checkpoint a model without repeated blocks."""
+_RESIDENT = (Role.MODEL, Role.BUFFER, Role.INPUT, Role.WORKSPACE)
+
+
+@dataclass(frozen=True)
+class _Way:
+    """One way to checkpoint, on the whole minibatch in FP32; bytes above what is resident."""
+
+    checkpointing: Checkpointing | None
+    activation_bytes: int
+    gradient_bytes: int
+    """At the peak."""
+    work: Work
+
+
+class DeviceEstimates:
+    """Candidates for one model, batch, loss and optimizer, on one kind of device."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Any,
+        *,
+        loss: Loss,
+        optimizer: OptimizerLike,
+        device: str,
+        costs: Costs,
+        examples: int | None,
+    ) -> None:
+        self._step: dict[str, Any] = {"batch": batch, "loss": loss, "device": device}
+        self._model, self._optimizer, self._examples = model, optimizer, examples
+        self._device, self._costs = device, costs
+        self._updates: dict[tuple[str | None, float | None], Update] = {}
+        self._trace: Trace | None = None
+        try:
+            self._chain: Chain | None = measure_chain(
+                Plan(), model, optimizer=None, seen=self._note, **self._step
+            )
+        except InputError:
+            if self._trace is None:
+                raise
+            self._chain = None  # no repeated blocks
+        assert self._trace is not None
+        self._trained: frozenset[str] = frozenset(
+            p.name for p in self._trace.parameters if p.has_gradient
+        )
+        self._passes: Work = _passes(self._trace)
+        self._fixed_bytes: int = _resident(device_timeline(self._trace))
+
+    def _note(self, trace: Trace) -> None:
+        self._trace = trace
+
+    @property
+    def sparsifiable(self) -> bool:
+        """Whether density would change anything."""
+        assert self._trace is not None
+        return any(p.sparsifiable for p in self._trace.parameters)
+
+    @cached_property
+    def plain(self) -> Predicted:
+        """The step without a plan."""
+        assert self._trace is not None
+        seconds = self._seconds(Setting(), self._passes)
+        return self._predicted(Setting(), self._trace, seconds, int(self._passes.flops))
+
+    # -- a setting -----------------------------------------------------------------------------
+
+    def _update(self, setting: Setting) -> Update:
+        key = setting.precision, setting.density
+        if key not in self._updates:
+            if setting.precision is None:
+                made = traced_update(
+                    self._capture(replace(setting, microbatch=None).plan(), update=True)
+                )
+            else:
+                made = halved(self._update(replace(setting, precision=None)), self._model)
+            self._updates[key] = made
+        return self._updates[key]
+
+    def _capture(self, plan: Plan, *, update: bool = False) -> Trace:
+        return capture_step(
+            plan,
+            self._model,
+            optimizer=self._optimizer if update else None,
+            passes=not update,
+            trained=self._trained,
+            **self._step,
+        )
+
+    def _scales(self, setting: Setting) -> Scales:
+        whole, now = self._update(Setting()), self._update(setting)
+        size = setting.microbatch
+        share = 1.0 if size is None or self._examples is None else size / self._examples
+        width = 1.0 if setting.precision is None else 0.5
+        return Scales(
+            activations=share * width,
+            gradients=now.gradient_bytes / max(whole.gradient_bytes, 1),
+            flops=1 / setting.parts,
+            bytes_moved=width / setting.parts,
+            split=setting.parts > 1,
+        )
+
+    def _resident(self, setting: Setting) -> int:
+        whole, now = self._update(Setting()), self._update(setting)
+        return self._fixed_bytes - whole.model_bytes + now.model_bytes + now.state_bytes
+
+    def _floor(self, setting: Setting) -> int:
+        """Peak of the update; libraries keep their workspaces through it."""
+        now = self._update(setting)
+        return max(self._resident(setting) + now.gradient_bytes, now.peak_bytes)
+
+    def _seconds(self, setting: Setting, work: Work) -> float:
+        """Of a whole step whose passes over the minibatch take so much work."""
+        now = self._update(setting)
+        width = 1.0 if setting.precision is None else 0.5
+        again = (setting.parts - 1) * (2 * now.model_bytes + 3 * now.gradient_bytes)
+        passes = Work(work.flops, work.bytes_moved * width + again, work.launches * setting.parts)
+        precision = setting.precision or "fp32"
+        return self._costs.seconds(passes, precision) + self._costs.seconds(now.work)
+
+    # -- estimates -----------------------------------------------------------------------------
+
+    def least_seconds(self, setting: Setting) -> float:
+        """Nothing runs again."""
+        return self._seconds(setting, self._passes)
+
+    def least_bytes(self, setting: Setting) -> int:
+        """What no schedule changes, and the largest block alone."""
+        if self._chain is None:
+            return self._floor(setting)
+        chain = self._adapted(setting)
+        alone = (
+            min(min(o.backward_bytes, o.again_bytes) for o in stage.options.values())
+            for stage in chain.stages
+        )
+        return max(chain.floor_bytes, chain.fixed_bytes + max(alone))
+
+    def best(self, setting: Setting, room_bytes: int) -> Candidate | None:
+        """By the dynamic program over the chain, or of the named ways."""
+        if self._chain is None:
+            found = [c for c in self.front(setting) if c.peak_bytes <= room_bytes]
+            return min(found, key=lambda c: c.seconds, default=None)
+        chain = self._adapted(setting)
+        schedule = solve(chain, room_bytes, self._cost(setting))
+        return None if schedule is None else self._candidate(setting, schedule)
+
+    def front(self, setting: Setting) -> list[Candidate]:
+        """Every schedule worth having."""
+        if self._chain is None:
+            return sorted((self._by_way(setting, w) for w in self._ways), key=_by_bytes)
+        chain = self._adapted(setting)
+        return [self._candidate(setting, s) for s in front(chain, self._cost(setting))]
+
+    def _cost(self, setting: Setting) -> Any:
+        precision = setting.precision or "fp32"
+        return lambda work: self._costs.seconds(work, precision)
+
+    def _adapted(self, setting: Setting) -> Chain:
+        assert self._chain is not None
+        return adapted(
+            self._chain, self._scales(setting), self._resident(setting), self._floor(setting)
+        )
+
+    def _candidate(self, setting: Setting, schedule: Schedule) -> Candidate:
+        assert self._chain is not None
+        by, again = self._scales(setting), schedule.again
+        whole = self._passes + Work(
+            again.flops / by.flops, again.bytes_moved / by.flops, again.launches
+        )
+        paths = tuple(stage.name for stage in self._chain.blocks)
+        kept = all(item == "keep" for item in schedule.items)
+        return Candidate(
+            setting,
+            None if kept else Checkpointing.of(schedule.items, paths),
+            schedule.peak_bytes,
+            self._seconds(setting, whole),
+            int(whole.flops),
+        )
+
+    # -- models without blocks -----------------------------------------------------------------
+
+    @cached_property
+    def _ways(self) -> list[_Way]:
+        assert self._trace is not None
+        ways = [self._way(None, self._trace)]
+        for name in _NAMED:
+            chosen = Checkpointing(name)
+            try:
+                way = self._way(chosen, self._capture(Plan(checkpointing=chosen)))
+            except (InputError, TraceError):
+                continue
+            if all(way.activation_bytes < other.activation_bytes for other in ways):
+                ways.append(way)
+        return ways
+
+    def _way(self, checkpointing: Checkpointing | None, trace: Trace) -> _Way:
+        timeline = device_timeline(trace)
+        peak = timeline.roles_at(timeline.peak_instant)
+        gradients = peak[Role.GRADIENT]
+        above = sum(peak.values()) - gradients - _resident(timeline)
+        return _Way(checkpointing, above, gradients, _passes(trace))
+
+    def _by_way(self, setting: Setting, way: _Way) -> Candidate:
+        by, now = self._scales(setting), self._update(setting)
+        gradients = now.gradient_bytes if by.split else int(way.gradient_bytes * by.gradients)
+        peak = self._resident(setting) + gradients + int(way.activation_bytes * by.activations)
+        return Candidate(
+            setting,
+            way.checkpointing,
+            max(peak, self._floor(setting)),
+            self._seconds(setting, way.work),
+            int(way.work.flops),
+        )
+
+    # -- predictions ---------------------------------------------------------------------------
+
+    def predict(self, candidate: Candidate) -> Predicted | None:
+        """The peak of the planned step, run on fake tensors; the time is that of the estimate."""
+        try:
+            trace = self._capture(candidate.plan)
+        except (InputError, TraceError):
+            return None
+        return self._predicted(candidate.setting, trace, candidate.seconds, candidate.flops)
+
+    def _predicted(self, setting: Setting, trace: Trace, seconds: float, flops: int) -> Predicted:
+        passes = int(device_timeline(trace).totals.max(initial=0))
+        peak = max(passes + self._update(setting).state_bytes, self._floor(setting))
+        return Predicted(peak, seconds, flops, "device", self._device, self._costs.source)
+
+
+def _by_bytes(candidate: Candidate) -> int:
+    return candidate.peak_bytes
+
+
+def _resident(timeline: Timeline) -> int:
+    return sum(c.nbytes for c in timeline.changes if c.instant == 0 and c.role in _RESIDENT)
+
+
+def _passes(trace: Trace) -> Work:
+    total = Work()
+    for op in trace.ops:
+        if op.phase is not Phase.OPTIMIZER and not op.is_view:
+            specs = [spec for _, spec in op.inputs] + list(op.outputs)
+            moved = sum(spec.numel * spec.dtype.itemsize for spec in specs)
+            total += Work(op.flops, moved, 1)
+    return total

@@ -1,0 +1,59 @@
+"""Why a plan is as it is, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..memory.items import leaves, read
+from ..planning.result import LOSSLESS, LOSSY, NEAR, Choice
+from ..planning.search import Candidate, Estimates
+from ..planning.settings import Setting
+from ..units import format_size
+
+
+def choices(
+    candidate: Candidate, estimates: Estimates, batch_norm: bool, milder: Sequence[Setting]
+) -> tuple[Choice, ...]:
+    """One for each technique of the plan, in the order they are applied."""
+    setting, plan = candidate.setting, candidate.plan
+    made = []
+    needed = _needed(estimates, milder, setting.loss)
+    if setting.density is not None:
+        made.append(
+            Choice("sparsity", f"density {setting.density:g}", LOSSY, f"another model; {needed}")
+        )
+    if setting.precision is not None:
+        why = f"16 bits round; {needed}"
+        made.append(Choice("precision", setting.precision, NEAR, why))
+    if plan.checkpointing is not None:
+        text = ", ".join(plan.checkpointing.schedule) or plan.checkpointing.strategy
+        shown = text if len(text) <= 40 else f"{text[:37]}..."
+        made.append(Choice("checkpointing", shown, LOSSLESS, _again(plan.checkpointing.schedule)))
+    if setting.microbatch is not None:
+        shown = f"{setting.parts} × {setting.microbatch}"
+        if batch_norm:
+            why = f"BatchNorm sees {setting.microbatch} examples at a time; {needed}"
+            made.append(Choice("microbatching", shown, LOSSY, why))
+        else:
+            why = "gradients add up to the same, if the loss is a mean over examples"
+            made.append(Choice("microbatching", shown, LOSSLESS, why))
+    return tuple(made)
+
+
+def _needed(estimates: Estimates, milder: Sequence[Setting], loss: float) -> str:
+    less = [s for s in milder if s.loss < loss]
+    if not less:
+        return "nothing milder fits"
+    lowest = min(map(estimates.least_bytes, less))
+    return f"milder plans need {format_size(lowest)} or more"
+
+
+def _again(schedule: tuple[str, ...]) -> str:
+    if not schedule:
+        return "made again in the backward pass"
+    items = read(schedule)
+    again = sum(leaves(item) for item in items if not isinstance(item, str))
+    cheap = sum(item == "cheap" for item in items)
+    total = sum(map(leaves, items))
+    parts = [f"{again} run again"] * bool(again) + [f"{cheap} without cheap outputs"] * bool(cheap)
+    return f"of {total} blocks {' and '.join(parts)}"
