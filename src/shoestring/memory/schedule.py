@@ -181,9 +181,8 @@ class _Builder:
             wanted: set[int] = set()
             kept: set[int] = set()
             for child in segment.children:
-                if child.recompute:
-                    wanted.update(k for k in self._from_outside(child) if self._inside(k, segment))
-                else:
+                wanted.update(k for k in self._from_outside(child) if self._inside(k, segment))
+                if not child.recompute:
                     wanted.update(self._needed(child))
                     kept.update(range(child.start, child.stop))
             self._materialize(wanted, kept)
