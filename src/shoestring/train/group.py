@@ -71,7 +71,10 @@ def process_group(device: torch.device) -> Iterator[None]:
     if launched() == 1 or dist.is_initialized():
         yield
         return
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    if device.type == "cuda":
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        dist.init_process_group("gloo")
     try:
         yield
     except RuntimeError as error:
