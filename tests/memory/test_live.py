@@ -207,7 +207,8 @@ def test_the_blocks_are_all_that_the_allocator_counts() -> None:
     peak = live_at_peak(
         lambda entering: training_step(model, x, loss, optimizer, entering), model, x, optimizer
     )
-    assert peak.peak_bytes == peak.allocator_bytes == plain, peak.table()
+    assert peak.peak_bytes == peak.allocator_bytes, peak.table()
+    assert abs(peak.peak_bytes - plain) < 0.01 * plain, peak.table()
     categories = peak.by_category()
     weights = [*model[0].parameters(), *model[3].parameters()]
     assert categories["weights"][0] == sum(p.nbytes for p in weights)

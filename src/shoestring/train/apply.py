@@ -29,9 +29,10 @@ class Step:
         self._setup = setup
         self.plan = plan
         precision = "fp32" if plan.precision is None else plan.precision.kind
-        self._graph = (
-            GraphRunner(setup, self._compute, precision) if can_capture(setup, precision) else None
-        )
+        noisy = plan.precision is not None and plan.precision.rounding == "stochastic"
+        self._graph: GraphRunner | None = None
+        if can_capture(setup, precision):
+            self._graph = GraphRunner(setup, self._compute, precision, noisy=noisy)
         self.measured: Measurement | None = None
         """What the last `measure` found."""
         self.loss: torch.Tensor | None = None

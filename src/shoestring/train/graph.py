@@ -50,10 +50,15 @@ class GraphRunner:
     """Runs a step eagerly when its shapes are new, captures it when they come again."""
 
     def __init__(
-        self, setup: Setup, compute: Callable[[Any], torch.Tensor], precision: str
+        self,
+        setup: Setup,
+        compute: Callable[[Any], torch.Tensor],
+        precision: str,
+        *,
+        noisy: bool = False,
     ) -> None:
         self._setup, self._compute = setup, compute
-        self._rates = Rates(setup.optimizer, precision)
+        self._rates = Rates(setup.optimizer, precision, noisy=noisy)
         self._modules = list(setup.model.modules())
         self._graphs: OrderedDict[Any, CapturedStep] = OrderedDict()
         self._seen: OrderedDict[Any, list[int | None]] = OrderedDict()

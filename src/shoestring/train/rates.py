@@ -16,8 +16,8 @@ class Rates:
     without noise. Schedulers see the numbers they set.
     """
 
-    def __init__(self, optimizer: Optimizer, precision: str) -> None:
-        self._optimizer, self._precision = optimizer, precision
+    def __init__(self, optimizer: Optimizer, precision: str, *, noisy: bool = False) -> None:
+        self._optimizer, self._precision, self._noisy = optimizer, precision, noisy
         self._held: dict[int, torch.Tensor] = {}
 
     def _fused(self) -> bool:
@@ -26,6 +26,7 @@ class Rates:
         return (
             type(self._optimizer) is SGD
             and self._precision == "fp16"
+            and not self._noisy
             and not any(group["dampening"] for group in self._optimizer.param_groups)
         )
 

@@ -16,6 +16,7 @@ from ...memory.schedule import STRATEGIES
 from ...trace.blocks import block_paths
 from ...trace.graph import Trace
 from ..base import Setup, WholeBatch
+from .caches import without_caches
 from .wrap import every_node, grouped_blocks, without_cheap_outputs, wrap_blocks
 
 
@@ -104,6 +105,7 @@ class Checkpointing(WholeBatch):
             return
         paths = self._find(setup.model)
         setup.undo.append(wrap_blocks(setup.model, paths, self._items(setup.model, paths)))
+        setup.run = without_caches(setup.model, setup.run)
 
     @property
     def _size(self) -> int:

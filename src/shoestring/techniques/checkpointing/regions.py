@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
+from .caches import refuse_caches
 from .draws import follower
 
 
@@ -27,6 +28,7 @@ def region(run: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any)
     """Run now, keep only the tensors given, and run again when backward needs the inside."""
     kept: list[Any] = []
     leaves, spec = tree_flatten((args, kwargs))
+    refuse_caches(leaves)
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     rest = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 

@@ -1,0 +1,51 @@
+"""Blocks that run again must not find the keys and values of their first pass in a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...errors import InputError
+from ..base import Run
+
+
+def without_caches(model: nn.Module, run: Run) -> Run:
+    """The run with Hugging Face's `config.use_cache` off, which only generating text needs.
+
+    A layer would append to the cache in its first pass and again in its second.
+    """
+    configs = {id(c): c for m in model.modules() if _caching(c := getattr(m, "config", None))}
+
+    def plain(batch: Any) -> torch.Tensor:
+        with _switched_off(list(configs.values())):
+            return run(batch)
+
+    return plain if configs else run
+
+
+def refuse_caches(leaves: list[Any]) -> None:
+    """A cache that reaches a block all the same was asked for."""
+    if any(hasattr(leaf, "get_seq_length") and hasattr(leaf, "update") for leaf in leaves):
+        raise InputError(
+            "a block that runs again was given a cache of keys and values",
+            hint="train with use_cache=False",
+        )
+
+
+def _caching(config: Any) -> bool:
+    return bool(getattr(config, "use_cache", False))
+
+
+@contextmanager
+def _switched_off(configs: list[Any]) -> Iterator[None]:
+    for config in configs:
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        for config in configs:
+            config.use_cache = True
