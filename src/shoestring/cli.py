@@ -207,6 +207,7 @@ def train(
     budget: Annotated[
         str | None, typer.Option(help="Plan for a peak of this size, such as '13 MB'.")
     ] = None,
+    allow: Annotated[str | None, typer.Option(help="What --budget may cost, as for plan.")] = None,
     density: Density = None,
     precision: PrecisionKind = None,
     microbatch: Microbatch = None,
@@ -266,6 +267,7 @@ def train(
             split=split,
             plan=plan,
             budget=budget,
+            allow=allow,
             density=density,
             precision=precision,
             microbatch=microbatch,

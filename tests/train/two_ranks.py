@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoestring.errors import ShoestringError
+from shoestring.planning.plan import Plan
 from shoestring.tasks import ImageTask, load_task
 from shoestring.techniques import Checkpointing, Microbatching, Precision, Sparsity, Technique
 from shoestring.techniques.sparsity import sparse_tensors
@@ -261,8 +262,9 @@ def begin(parallel: str, plan: str) -> dict[str, Any]:
 def settings(**others: Any) -> tuple[Settings, ImageTask]:
     """A small run on digits whose updates are too few for rounding to grow."""
     task = load_task("digits", folder=None, split="test", seed=0)
-    given = {"epochs": 1, "batch": 24, "microbatch": 6, "seed": 1, "learning_rate": 0.02, **others}
-    return settings_for("wrn-10-0.5", "digits", images=len(task.images), **given), task
+    given = {"epochs": 1, "batch": 24, "seed": 1, "learning_rate": 0.02, **others}
+    plan = Plan(microbatching=Microbatching(6))
+    return settings_for("wrn-10-0.5", "digits", images=len(task.images), plan=plan, **given), task
 
 
 def run_to(folder: Path, stop_after: int, **others: Any) -> Any:
