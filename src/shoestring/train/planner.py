@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ..errors import InputError
+from ..memory.items import Item
 from ..memory.model import ACCOUNTINGS
 from ..planning.allow import Allowed
 from ..planning.chain import front
@@ -219,7 +220,7 @@ def _point(candidate: Candidate, *, exact: bool) -> FrontPoint:
 
 
 def _suggested(model: nn.Module, batch: Any, loss: Loss) -> Iterable[Checkpointing]:
-    """Schedules along the front of the model's chain, by operations alone."""
+    """Schedules along the front of the model's chain, and the report's for its first blocks."""
     try:
         chain = measure_chain(Plan(), model, batch, loss=loss, optimizer=None)
     except InputError:
@@ -228,3 +229,20 @@ def _suggested(model: nn.Module, batch: Any, loss: Loss) -> Iterable[Checkpointi
     found = front(chain)
     for schedule in found[:: max(1, len(found) // _SCHEDULES)]:
         yield Checkpointing.of(schedule.items, paths)
+    joins = [stage.joins for stage in chain.blocks]
+    for size in (1, 2, 3):
+        for count in range(size, len(paths) + 1, max(size, len(paths) // 12)):
+            rest: tuple[Item, ...] = ("cheap",) * (len(paths) - count)
+            yield Checkpointing.of((*_groups(joins[:count], size), *rest), paths)
+
+
+def _groups(joins: list[bool], size: int) -> list[Item]:
+    """residual-M* of so many blocks: nested regions of M, fewer where blocks do not join."""
+    made: list[Item] = []
+    group: list[Item] = []
+    for joined in joins:
+        group.append(("cheap",))
+        if len(group) == size or not joined:
+            made.append(tuple(group) if len(group) > 1 else group[0])
+            group = []
+    return [*made, *group]
