@@ -81,23 +81,21 @@ class Result:
     event: Event
 
     def __str__(self) -> str:
-        end, settings = self.event, self.settings
-        predicted = end["predicted"]
+        end, settings, predicted = self.event, self.settings, self.event["predicted"]
         rows = [
             ("plan", str(settings.plan)),
             ("updates", f"{format_count(end['step'])} ({end['epoch']} epochs)"),
-            *(
-                [("accuracy", f"{end['accuracy']:.2f}% at the end")]
-                if end.get("accuracy") is not None
-                else []
-            ),
-            ("best accuracy", f"{end['best_accuracy']:.2f}% after epoch {end['best_epoch']}"),
             ("predicted peak", f"{_size(predicted.get('fundamental_peak_bytes'))} fundamental"),
             ("", f"{_size(predicted.get('step_peak_bytes'))} of the step's tensors"),
             ("measured peak", _size(end["measured_peak_bytes"])),
             ("time", duration(end["seconds"])),
             ("folder", end["folder"]),
         ]
+        if end["accuracy"] is not None:
+            best = f"{end['best_accuracy']:.2f}% after epoch {end['best_epoch']}"
+            rows[2:2] = [("accuracy", f"{end['accuracy']:.2f}%"), ("best accuracy", best)]
+        if end["event"] == "stopped":
+            rows.append(("", "stopped as asked; go on with --resume"))
         wide = max(len(name) for name, _ in rows)
         head = f"{settings.model} · {settings.data} ({settings.split}) · seed {settings.seed}"
         return "\n".join([head, *(f"{name:<{wide}}  {value}" for name, value in rows)])
