@@ -1,8 +1,8 @@
 """Train neural networks in a small, known amount of memory.
 
 `profile` shows where every byte of a training step goes before anything is allocated; `measure`
-runs a real step and says what it needed. `apply` makes the step a `Plan` asks for; `verify` trains
-by the plan and plainly, and compares.
+runs a real step and says what it needed. `plan` finds what fits a budget in bytes, `apply` makes the
+step a `Plan` asks for, `fit` does both; `verify` trains by the plan and plainly, and compares.
 """
 
 from .errors import BudgetError, NoEffectWarning, ShoestringError
