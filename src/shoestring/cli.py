@@ -242,7 +242,7 @@ def train(
         bool, typer.Option("--resume", help="Go on from the last snapshot in --out, if any.")
     ] = False,
     snapshot_every: Annotated[
-        int | None, typer.Option(help="Updates between snapshots; by default one epoch's.")
+        int | None, typer.Option(help="Updates between snapshots; by default one a minute.")
     ] = None,
     stop_after: Annotated[
         str | None, typer.Option(help="Stop, resumable, after so many epochs, or '300 steps'.")
