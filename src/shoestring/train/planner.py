@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
@@ -115,14 +115,16 @@ class Planner:
             self._narrow = known.narrow
             self.estimates = DeviceEstimates(model, batch, device=kind, costs=known, **common)
 
-    def plan(self, budget_bytes: int) -> BudgetPlan:
-        """The best that fits; BudgetError if nothing does."""
+    def plan(
+        self, budget_bytes: int, among: Callable[[Setting], bool] = lambda setting: True
+    ) -> BudgetPlan:
+        """The best of some settings that fits; BudgetError if nothing does."""
         limit = int(budget_bytes * (1 - self.margin))
         plain = self.estimates.plain
-        if plain.peak_bytes <= limit:
+        if plain.peak_bytes <= limit and among(Setting()):
             kept = Candidate(Setting(), None, plain.peak_bytes, plain.seconds, plain.flops)
             return self._result(Found(kept, plain), budget_bytes)
-        found, _ = search(self.estimates, self._settings(self.allowed), limit)
+        found, _ = search(self.estimates, list(filter(among, self._settings(self.allowed))), limit)
         if found is None:
             raise self._too_small(budget_bytes)
         return self._result(found, budget_bytes)
