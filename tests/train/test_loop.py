@@ -9,7 +9,6 @@ import signal
 import numpy as np
 import pytest
 import torch
-from tiny_nets import TINY, small_task
 
 import shoestring.train.loop as loop_module
 import shoestring.train.trainer as trainer_module
@@ -21,6 +20,7 @@ from shoestring.train.folder import run_folder
 from shoestring.train.loop import train
 from shoestring.train.settings import settings_for
 from shoestring.train.trainer import Trainer
+from tiny_nets import TINY, small_task
 
 CPU = torch.device("cpu")
 PLAIN = Plan()

@@ -3,12 +3,12 @@
 import pytest
 import torch
 from test_loop import ALL, PLAIN, final, run, settings
-from tiny_nets import small_task
 
 from shoestring import Plan, Precision
 from shoestring.records.run import read
 from shoestring.train.loop import train
 from shoestring.train.trainer import Trainer
+from tiny_nets import small_task
 
 pytestmark = [
     pytest.mark.gpu,
