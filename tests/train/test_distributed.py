@@ -24,6 +24,7 @@ from train.two_ranks import (
     SAME,
     STEPS,
     batches,
+    channels_last,
     make,
     together,
     trained,
@@ -104,6 +105,11 @@ def test_two_ranks_train_as_one_process(found: list[Any], case: tuple[str, ...])
     if plan in ("dsr", "set"):
         rewiring = first["state"]["techniques"]["sparsity"]
         assert rewiring["rewirings"] == 3 and rewiring["rewired"] > 0
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_weights_that_lie_channels_last(found: list[Any], kind: str) -> None:
+    assert_same(channels_last(None), found[0][f"channels last {kind}"])
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])

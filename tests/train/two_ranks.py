@@ -106,6 +106,15 @@ def same(parallel: str, model: str, plan: str, optimizer: str) -> dict[str, Any]
     return trained(make(model, plan, optimizer, parallel), batches(model))
 
 
+def channels_last(parallel: str | None) -> dict[str, Any]:
+    """Weights that do not lie in rows, as on a GPU; BatchNorm sees the same microbatches."""
+    torch.manual_seed(0)
+    model = SMALL["residual"].build().to(memory_format=torch.channels_last)
+    optimizer, loss = OPTIMIZERS["sgd"](model), SMALL["residual"].loss
+    step = apply([Microbatching(3)], model, optimizer, loss=loss, parallel=parallel)
+    return trained(step, batches("residual", 3))
+
+
 def other_weights_at_first() -> dict[str, Any]:
     """The ranks build different models; rank 0's is trained."""
     return trained(make("mlp", "plain", parallel="ddp", seed=dist.get_rank()), batches("mlp"))
@@ -346,6 +355,7 @@ def jobs(place: Path, states: dict[str, Any]) -> dict[str, Callable[[], dict[str
         made[f"begin {parallel} {plan}"] = lambda a=parallel, b=plan: begin(a, b)
         made[f"go on {parallel} {plan}"] = lambda a=parallel, b=plan: go_on(a, b, states[b])
     for parallel in ("ddp", "fsdp"):
+        made[f"channels last {parallel}"] = lambda a=parallel: channels_last(a)
         made[f"overflow {parallel}"] = lambda a=parallel: overflow(a)
         for plan in ("plain", "microbatched"):
             made[f"collectives {parallel} {plan}"] = lambda a=parallel, b=plan: collectives(a, b)
