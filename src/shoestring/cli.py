@@ -236,7 +236,7 @@ def train(
     eval_every: Annotated[int, typer.Option(help="Epochs between evaluations.")] = 1,
     eval_batch: Annotated[int, typer.Option(help="Images evaluated at once.")] = 1000,
     out: Annotated[
-        str | None, typer.Option(help="Folder of the run; by default runs/MODEL-DATA-TIME.")
+        str | None, typer.Option(help="Folder of the run; by default runs/MODEL-DATA-SEED-TIME.")
     ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the last snapshot in --out, if any.")

@@ -134,7 +134,8 @@ def start(call: Call) -> Result:
         channels_last=on_cuda if call.channels_last is None else call.channels_last,
         tf32=call.tf32,
     )
-    made = f"runs/{call.model.replace(':', '.')}-{call.data}-{time.strftime('%Y%m%d-%H%M%S')}"
+    name = f"{call.model.replace(':', '.')}-{call.data}-seed{call.seed}"
+    made = f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     with process_group(device):
         event = train(
             settings,
