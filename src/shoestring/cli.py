@@ -11,6 +11,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from . import __version__
@@ -379,7 +380,7 @@ def show_profile(settings: dict[str, Any], result: Any) -> None:
     if settings["density"] is not None:
         what.append(f"density {settings['density']:g}")
     console.print(
-        f"[bold]{settings['model']}[/bold] · {' · '.join(what)}\n"
+        f"[bold]{settings['model']}[/bold] · {escape(' · '.join(what))}\n"
         f"{format_count(result.parameters)} parameters, "
         f"{format_count(result.sparsifiable_parameters)} of them sparsifiable · "
         f"{result.accounting} accounting"

@@ -176,7 +176,7 @@ def _plan(call: Call, task: ImageTask, device: str) -> Plan:
     return Plan(
         sparsity=None if call.density is None else Sparsity(call.density),
         precision=None if call.precision is None else Precision(call.precision),
-        checkpointing=None if strategy is None else Checkpointing(strategy),
+        checkpointing=None if strategy is None else Checkpointing.parse(strategy),
         microbatching=None if size is None else Microbatching(size, simulated=call.simulated),
     )
 
