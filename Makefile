@@ -11,8 +11,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 setup: $(STAMP)
 
 demo: $(STAMP)
-	$(BIN)/shoestring profile wrn-28-2
-	$(BIN)/shoestring profile wrn-28-2 --precision fp16 --checkpoint 'residual-2*' --microbatch 10 --density 0.3
+	$(BIN)/python -m shoestring.demo
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2

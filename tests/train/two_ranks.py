@@ -20,11 +20,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoestring.errors import ShoestringError
+from shoestring.planning.plan import Plan
 from shoestring.tasks import ImageTask, load_task
 from shoestring.techniques import Checkpointing, Microbatching, Precision, Sparsity, Technique
 from shoestring.techniques.sparsity import sparse_tensors
 from shoestring.train.apply import Step, apply
-from shoestring.train.distributed import average_statistics
 from shoestring.train.loop import train
 from shoestring.train.settings import Settings, settings_for
 from shoestring.train.shares import Parallel
@@ -106,6 +106,15 @@ def same(parallel: str, model: str, plan: str, optimizer: str) -> dict[str, Any]
     return trained(make(model, plan, optimizer, parallel), batches(model))
 
 
+def channels_last(parallel: str | None) -> dict[str, Any]:
+    """Weights that do not lie in rows, as on a GPU; BatchNorm sees the same microbatches."""
+    torch.manual_seed(0)
+    model = SMALL["residual"].build().to(memory_format=torch.channels_last)
+    optimizer, loss = OPTIMIZERS["sgd"](model), SMALL["residual"].loss
+    step = apply([Microbatching(3)], model, optimizer, loss=loss, parallel=parallel)
+    return trained(step, batches("residual", 3))
+
+
 def other_weights_at_first() -> dict[str, Any]:
     """The ranks build different models; rank 0's is trained."""
     return trained(make("mlp", "plain", parallel="ddp", seed=dist.get_rank()), batches("mlp"))
@@ -169,10 +178,14 @@ def collectives(parallel: str, plan: str) -> dict[str, Any]:
 
 
 def overflow(parallel: str) -> dict[str, Any]:
-    """The gradients of rank 1 alone overflow in the second step."""
+    """In the second step rank 1's examples overflow, in the gradients of rank 1's rows."""
     model = nn.Sequential(nn.Linear(12, 4))
-    loss = SMALL["mlp"].loss
-    step = apply(CHOSEN["fp16"], model, OPTIMIZERS["sgd"](model), loss=loss, parallel=parallel)
+    optimizer = OPTIMIZERS["sgd"](model)
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        return model(batch[0])[:, 2:].mean()
+
+    step = apply(CHOSEN["fp16"], model, optimizer, loss=loss, parallel=parallel)
     data = batches("mlp", 3)
     data[1][0][3:] *= 1000
     step(data[0])
@@ -195,8 +208,8 @@ def statistics() -> dict[str, Any]:
     step(batches("residual", 1)[0])
     norm = step.model.get_submodule("1.0.norm1")
     own = norm.running_mean.clone()
-    average_statistics(step.model)
-    return {"own": own, "mean": norm.running_mean.clone()}
+    saved = step.state_dict()["model"]["1.0.norm1.running_mean"]
+    return {"own": own, "mean": saved.clone()}
 
 
 def other_pattern() -> dict[str, Any]:
@@ -261,8 +274,9 @@ def begin(parallel: str, plan: str) -> dict[str, Any]:
 def settings(**others: Any) -> tuple[Settings, ImageTask]:
     """A small run on digits whose updates are too few for rounding to grow."""
     task = load_task("digits", folder=None, split="test", seed=0)
-    given = {"epochs": 1, "batch": 24, "microbatch": 6, "seed": 1, "learning_rate": 0.02, **others}
-    return settings_for("wrn-10-0.5", "digits", images=len(task.images), **given), task
+    given = {"epochs": 1, "batch": 24, "seed": 1, "learning_rate": 0.02, **others}
+    plan = Plan(microbatching=Microbatching(6))
+    return settings_for("wrn-10-0.5", "digits", images=len(task.images), plan=plan, **given), task
 
 
 def run_to(folder: Path, stop_after: int, **others: Any) -> Any:
@@ -341,6 +355,7 @@ def jobs(place: Path, states: dict[str, Any]) -> dict[str, Callable[[], dict[str
         made[f"begin {parallel} {plan}"] = lambda a=parallel, b=plan: begin(a, b)
         made[f"go on {parallel} {plan}"] = lambda a=parallel, b=plan: go_on(a, b, states[b])
     for parallel in ("ddp", "fsdp"):
+        made[f"channels last {parallel}"] = lambda a=parallel: channels_last(a)
         made[f"overflow {parallel}"] = lambda a=parallel: overflow(a)
         for plan in ("plain", "microbatched"):
             made[f"collectives {parallel} {plan}"] = lambda a=parallel, b=plan: collectives(a, b)

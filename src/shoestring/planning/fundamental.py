@@ -59,6 +59,7 @@ class FundamentalEstimates:
         self._model, self._batch, self._loss = model, batch, loss
         self._optimizer, self._examples, self._schedules = optimizer, examples, schedules
         self._traces: dict[int | None, Trace] = {}
+        self._residents: dict[tuple[str | None, float | None], int] = {}
 
     def _trace(self, size: int | None) -> Trace:
         if size not in self._traces:
@@ -122,11 +123,15 @@ class FundamentalEstimates:
     # -- estimates -----------------------------------------------------------------------------
 
     def _resident(self, setting: Setting) -> int:
-        trace = self._trace(None)
-        for technique in replace(setting, microbatch=None).plan().techniques:
-            trace = technique.predict(trace)
-        held = parameter_bytes(trace)
-        return held.model_bytes + held.gradient_bytes + held.optimizer_state_bytes
+        key = setting.precision, setting.density
+        if key not in self._residents:
+            trace = self._trace(None)
+            for technique in Setting(precision=key[0], density=key[1]).plan().techniques:
+                trace = technique.predict(trace)
+            held = parameter_bytes(trace)
+            parts = held.model_bytes, held.gradient_bytes, held.optimizer_state_bytes
+            self._residents[key] = sum(parts)
+        return self._residents[key]
 
     def _candidate(self, setting: Setting, way: _Way) -> Candidate:
         share = 1.0

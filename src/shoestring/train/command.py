@@ -7,16 +7,21 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from ..errors import InputError
 from ..planning.plan import Plan
-from ..records.run import Event
+from ..progress import working
+from ..records.run import FILE, Event, read
 from ..tasks import ImageTask, load_task
 from ..tasks.images import DEVICE_LIMIT_BYTES
+from ..techniques import Checkpointing, Microbatching, Precision, Sparsity
 from ..units import format_count, format_size
 from .display import duration
 from .group import local_device, parallel_for, process_group
 from .loop import train
-from .settings import Settings, settings_for
+from .recipes import recipe_for
+from .settings import Settings, build_model, settings_for
 from .trainer import prepare_device
 
 _LIMITS = {"auto": DEVICE_LIMIT_BYTES, "device": 2**62, "host": 0}
@@ -32,6 +37,7 @@ class Call:
     split: str = "test"
     plan: str | None = None
     budget: str | None = None
+    allow: str | None = None
     density: float | None = None
     precision: str | None = None
     microbatch: int | None = None
@@ -75,23 +81,21 @@ class Result:
     event: Event
 
     def __str__(self) -> str:
-        end, settings = self.event, self.settings
-        predicted = end["predicted"]
+        end, settings, predicted = self.event, self.settings, self.event["predicted"]
         rows = [
             ("plan", str(settings.plan)),
             ("updates", f"{format_count(end['step'])} ({end['epoch']} epochs)"),
-            *(
-                [("accuracy", f"{end['accuracy']:.2f}% at the end")]
-                if end.get("accuracy") is not None
-                else []
-            ),
-            ("best accuracy", f"{end['best_accuracy']:.2f}% after epoch {end['best_epoch']}"),
             ("predicted peak", f"{_size(predicted.get('fundamental_peak_bytes'))} fundamental"),
             ("", f"{_size(predicted.get('step_peak_bytes'))} of the step's tensors"),
             ("measured peak", _size(end["measured_peak_bytes"])),
             ("time", duration(end["seconds"])),
             ("folder", end["folder"]),
         ]
+        if end["accuracy"] is not None:
+            best = f"{end['best_accuracy']:.2f}% after epoch {end['best_epoch']}"
+            rows[2:2] = [("accuracy", f"{end['accuracy']:.2f}%"), ("best accuracy", best)]
+        if end["event"] == "stopped":
+            rows.append(("", "stopped as asked; go on with --resume"))
         wide = max(len(name) for name, _ in rows)
         head = f"{settings.model} · {settings.data} ({settings.split}) · seed {settings.seed}"
         return "\n".join([head, *(f"{name:<{wide}}  {value}" for name, value in rows)])
@@ -103,11 +107,7 @@ def _size(n_bytes: int | None) -> str:
 
 def start(call: Call) -> Result:
     """Train as the command line says."""
-    if call.plan is not None and (call.flags or call.simulated):
-        name = next(iter(call.flags), "simulated")
-        raise InputError(
-            f"--plan and --{name} are both given", hint="write the setting into the plan's file"
-        )
+    _check_one_plan(call)
     if call.resume and call.out is None:
         raise InputError("--resume needs the folder of the run", hint="name it with --out")
     if call.data_on not in _LIMITS:
@@ -122,12 +122,8 @@ def start(call: Call) -> Result:
         call.model,
         call.data,
         images=len(task.images),
-        plan=_plan(call),
-        density=call.density,
-        precision=call.precision,
-        microbatch=call.microbatch,
-        simulated=call.simulated,
-        checkpoint=call.checkpoint,
+        plan=_plan(call, task, device.type),
+        tune=call.plan is None,
         epochs=call.epochs,
         batch=call.batch,
         learning_rate=call.learning_rate,
@@ -155,10 +151,57 @@ def start(call: Call) -> Result:
     return Result(settings, event)
 
 
-def _plan(call: Call) -> Plan | None:
+def _check_one_plan(call: Call) -> None:
+    """Techniques come from a file, from a budget or from flags."""
+    named = [*call.flags, *(["simulated"] if call.simulated else [])]
+    ways = [*(["plan"] if call.plan else []), *(["budget"] if call.budget else []), *named[:1]]
+    if len(ways) > 1:
+        raise InputError(
+            f"--{ways[0]} and --{ways[1]} are both given",
+            hint="a plan comes from a file, from a budget, or from technique flags",
+        )
+    if call.allow is not None and call.budget is None:
+        raise InputError("--allow says what a budget may cost", hint="add --budget '13 MB'")
+    if call.simulated and call.microbatch is None:
+        raise InputError("--simulated needs the size of the microbatches", hint="--microbatch 10")
+
+
+def _plan(call: Call, task: ImageTask, device: str) -> Plan:
+    if call.plan is not None:
+        return Plan.load(call.plan)
     if call.budget is not None:
-        raise InputError("planning for a budget is not there yet", hint="use --plan or flags")
-    return None if call.plan is None else Plan.load(call.plan)
+        return _planned_before(call) or _plan_for_budget(call, task, device)
+    size, strategy = call.microbatch, call.checkpoint
+    return Plan(
+        sparsity=None if call.density is None else Sparsity(call.density),
+        precision=None if call.precision is None else Precision(call.precision),
+        checkpointing=None if strategy is None else Checkpointing(strategy),
+        microbatching=None if size is None else Microbatching(size, simulated=call.simulated),
+    )
+
+
+def _planned_before(call: Call) -> Plan | None:
+    """Of the run that is resumed: a planner that got better must not change it."""
+    if not call.resume or call.out is None or not (Path(call.out) / FILE).exists():
+        return None
+    starts = [event for event in read(call.out) if event["event"] == "start"]
+    return Plan.from_dict(starts[0]["settings"]["plan"]) if starts else None
+
+
+def _plan_for_budget(call: Call, task: ImageTask, device: str) -> Plan:
+    from .planner import plan
+
+    assert call.budget is not None
+    size = call.batch or recipe_for(call.data).batch
+    model, loss = build_model(call.model)
+    batch = torch.zeros(size, *task.images.shape[1:]), torch.zeros(size, dtype=torch.int64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
+    with working(f"planning {call.model} for {call.budget}"):
+        found = plan(
+            model, batch, loss=loss, optimizer=optimizer, budget=call.budget, allow=call.allow,
+            device=device,
+        )  # fmt: skip
+    return found.plan
 
 
 def _at_least_one(name: str, number: int | None) -> int | None:

@@ -81,15 +81,15 @@ CIFAR10 = Recipe(
 DIGITS = Recipe(
     epochs=20,
     batch=100,
-    learning_rate=0.1,
-    drops=(0.3, 0.6, 0.8),
+    learning_rate=0.4,
+    drops=(0.6, 0.85),
     drop_factor=0.2,
     momentum=0.9,
     weight_decay=5e-4,
     by_density={},
     by_model={},
 )
-"""Our own: the report has no such task."""
+"""Our own, for the few updates that 1,438 images give: the report has no such task."""
 
 RECIPES = {"cifar10": CIFAR10, "digits": DIGITS}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -11,9 +11,8 @@ from ..errors import InputError
 from ..models import builtin, image_loss
 from ..planning.plan import Plan
 from ..target import resolve
-from ..techniques import Checkpointing, Microbatching, Precision, Sparsity
 from ..trace.capture import Loss
-from .recipes import base_name, learning_rate_at, recipe_for, rewiring_schedule
+from .recipes import Multipliers, base_name, learning_rate_at, recipe_for, rewiring_schedule
 
 
 @dataclass(frozen=True)
@@ -75,12 +74,8 @@ def settings_for(
     data: str,
     *,
     images: int,
-    plan: Plan | None = None,
-    density: float | None = None,
-    precision: str | None = None,
-    microbatch: int | None = None,
-    simulated: bool = False,
-    checkpoint: str | None = None,
+    plan: Plan,
+    tune: bool = False,
     epochs: int | None = None,
     batch: int | None = None,
     learning_rate: float | None = None,
@@ -89,44 +84,26 @@ def settings_for(
 ) -> Settings:
     """Fill in what is not given from the recipe of the data: report, Appendix B.
 
-    Learning rate and rewiring are those the report tuned for the density. Techniques that are
-    flags take the run's seed, and the rewiring schedule is scaled to its number of updates; a
-    `plan` is taken as it is. `images` is the number there is to train on.
+    The learning rate is the one the report tuned for the density. With `tune` the plan gets the
+    rewiring it tuned, over the run's number of updates, and the run's seed; otherwise it is taken
+    as it is. `images` is the number there is to train on.
     """
     recipe = recipe_for(data)
     epochs = recipe.epochs if epochs is None else epochs
     batch = recipe.batch if batch is None else batch
-    if simulated and microbatch is None:
-        raise InputError("--simulated needs the size of the microbatches", hint="--microbatch 10")
-    updates = epochs * (images // max(batch, 1))
-    if plan is None:
-        sparse = 1.0 if density is None else density
-        tuned = recipe.multipliers(base_name(model), sparse)
-        plan = Plan(
-            sparsity=None if density is None else Sparsity(
-                density,
-                seed=seed,
-                fraction_multiplier=tuned.rewire_fraction,
-                frequency_multiplier=tuned.rewire_frequency,
-                schedule=rewiring_schedule(updates),
-            ),
-            precision=None if precision is None else Precision(precision, seed=seed),
-            checkpointing=None if checkpoint is None else Checkpointing(checkpoint),
-            microbatching=None if microbatch is None else Microbatching(
-                microbatch, simulated=simulated
-            ),
-        )  # fmt: skip
-    kept = 1.0 if plan.sparsity is None else plan.sparsity.density
-    tuned = recipe.multipliers(base_name(model), kept)
+    density = 1.0 if plan.sparsity is None else plan.sparsity.density
+    multipliers = recipe.multipliers(base_name(model), density)
+    if tune:
+        plan = _tuned(plan, multipliers, epochs * (images // max(batch, 1)), seed)
+    if learning_rate is None:
+        learning_rate = recipe.learning_rate * multipliers.learning_rate
     return Settings(
         model=model,
         data=data,
         plan=plan,
         epochs=epochs,
         batch=batch,
-        learning_rate=(
-            recipe.learning_rate * tuned.learning_rate if learning_rate is None else learning_rate
-        ),
+        learning_rate=learning_rate,
         drops=recipe.drops,
         drop_factor=recipe.drop_factor,
         momentum=recipe.momentum,
@@ -134,6 +111,22 @@ def settings_for(
         seed=seed,
         **others,
     )
+
+
+def _tuned(plan: Plan, multipliers: Multipliers, updates: int, seed: int) -> Plan:
+    """The same techniques with the run's seed, and rewiring as the report tuned it."""
+    sparsity, precision = plan.sparsity, plan.precision
+    if sparsity is not None:
+        sparsity = replace(
+            sparsity,
+            seed=seed,
+            fraction_multiplier=multipliers.rewire_fraction,
+            frequency_multiplier=multipliers.rewire_frequency,
+            schedule=rewiring_schedule(updates),
+        )
+    if precision is not None:
+        precision = replace(precision, seed=seed)
+    return replace(plan, sparsity=sparsity, precision=precision)
 
 
 def build_model(name: str) -> tuple[nn.Module, Loss]:

@@ -56,10 +56,46 @@ def compare(device: str) -> None:
             assert torch.equal(again, out) and int(counter) == 1, "a second pass, the same bits"
 
 
+def compare_groups(device: str) -> None:
+    """Three groups at once against one after the other."""
+    from shoestring.techniques.precision.batch_norm import Settings, normalise, statistics
+
+    torch.manual_seed(1)
+    settings = Settings(0.1, 1e-5, True)
+    for shape in ((6, 20, 5, 4), (12, 7), (9, 140, 3, 3)):
+        form = torch.channels_last if len(shape) == 4 else torch.contiguous_format
+        x = (1 + torch.randn(shape, device=device)).half().contiguous(memory_format=form)
+        grad = torch.randn_like(x)
+        made = []
+        for groups in (3, 1):
+            weight = torch.linspace(0.5, 2, shape[1], device=device).requires_grad_()
+            bias = torch.zeros(shape[1], device=device, requires_grad=True)
+            running = (
+                torch.zeros(shape[1], device=device),
+                torch.ones(shape[1], device=device),
+                torch.zeros((), dtype=torch.int64, device=device),
+            )
+            ours = x.clone().requires_grad_()
+            parts = [ours] if groups == 3 else list(ours.chunk(3))
+            grads = [grad] if groups == 3 else list(grad.chunk(3))
+            outs = []
+            for part, g in zip(parts, grads, strict=True):
+                out = normalise(part, weight, bias, statistics(part, running, groups), settings)
+                out.backward(g, retain_graph=True)
+                outs.append(out.detach())
+            made.append([torch.cat(outs), ours.grad, weight.grad, bias.grad, *running])
+        for together, apart in zip(*made, strict=True):
+            torch.testing.assert_close(together, apart, atol=1e-3, rtol=1e-3)
+        assert int(made[0][-1]) == int(made[1][-1]) == 3
+
+
 def test_in_the_interpreter() -> None:
     pytest.importorskip("triton", reason="triton is not installed")
     paths = [str(Path(__file__).parent.parent), *sys.path]
-    program = "from precision.test_batch_norm import compare; compare('cpu'); print('equal')"
+    program = (
+        "from precision.test_batch_norm import compare, compare_groups\n"
+        "compare('cpu'); compare_groups('cpu'); print('equal')"
+    )
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True
@@ -71,3 +107,4 @@ def test_in_the_interpreter() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_the_gpu() -> None:
     compare("cuda")
+    compare_groups("cuda")

@@ -2,6 +2,7 @@
 
 Every BatchNorm runs its own forward once per group of examples, in order. So its statistics and
 their running averages are those of true microbatching by construction, whatever its momentum is.
+A forward that can take all groups at once says so by `in_groups`.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class GroupedNormalization:
     def _wrap(self, path: str, module: nn.Module) -> Callable[[], None]:
         own = module.__dict__.get("forward")
         plain: Callable[..., Any] = module.forward
+        in_groups = getattr(plain, "in_groups", None)
 
         def forward(x: torch.Tensor) -> Any:
             examples = self._examples
@@ -56,6 +58,10 @@ class GroupedNormalization:
                     hint="simulated microbatches need as many rows from every example",
                 )
             rows = self._size * (x.shape[0] // examples)
+            if in_groups is not None and x.shape[0] % rows == 0:
+                made = in_groups(x, x.shape[0] // rows)
+                if made is not None:
+                    return made
             return torch.cat([plain(group) for group in x.split(rows)])
 
         module.forward = forward

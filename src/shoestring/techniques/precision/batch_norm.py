@@ -49,14 +49,13 @@ class Statistics(NamedTuple):
         return Statistics(self.found, None, None)
 
 
-def statistics(x: torch.Tensor, running: Running) -> Statistics:
-    """The statistics of a batch, which the normalisation behind it completes; no gradient."""
+def statistics(x: torch.Tensor, running: Running, groups: int = 1) -> Statistics:
+    """The statistics of each group of examples, which the normalisation completes; no gradient."""
     if has_torch_function((x,)):
-        return handle_torch_function(statistics, (x,), x, running)
+        return handle_torch_function(statistics, (x,), x, running, groups)
     from . import batch_norm_kernels as kernels
 
-    found = torch.empty(2, x.shape[1], dtype=torch.float32, device=x.device)
-    return Statistics(found, kernels.statistics(x.detach()), running)
+    return Statistics(*kernels.statistics(x.detach(), groups), running)
 
 
 statistics.kept_for_second_pass = Statistics.known  # type: ignore[attr-defined]
@@ -120,7 +119,8 @@ class _Normalise(torch.autograd.Function):
         if grad.stride() != x.stride():
             grad = torch.empty_like(x).copy_(grad)
         made, sums = kernels.gradients(x, grad, found, weight, bias, ctx.rectify)
-        return made, sums[0].to(weight.dtype), sums[1].to(bias.dtype), None, None
+        along, level = sums[0] if len(sums) == 1 else sums.sum(0)
+        return made, along.to(weight.dtype), level.to(bias.dtype), None, None
 
 
 class _Fusion:
@@ -139,7 +139,9 @@ class _Fusion:
     def install(self) -> Callable[[], None]:
         """Put the functions into the modules; returns how to take them out."""
         for norm in self._norms:
-            norm.forward = partial(self._normalised, norm, norm.forward)
+            forward: Any = partial(self._normalised, norm, norm.forward)
+            forward.in_groups = partial(self._in_groups, norm)
+            norm.forward = forward
         for relu in self._relus:
             relu.forward = partial(self._positive, relu.forward)  # type: ignore[method-assign]
 
@@ -174,14 +176,22 @@ class _Fusion:
         return loss
 
     def _normalised(self, norm: Any, plain: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
+        made = self._in_groups(norm, x, 1)
+        return plain(x) if made is None else made
+
+    def _in_groups(self, norm: Any, x: torch.Tensor, groups: int) -> torch.Tensor | None:
+        """The batch as groups one after the other, each with its statistics; None where it cannot.
+
+        One value a channel is left to PyTorch, which refuses it.
+        """
         if not (norm.training and x.is_cuda and x.dtype.itemsize == 2 and in_rows(x)):
-            return plain(x)
-        if x.numel() <= x.shape[1]:  # one value a channel: PyTorch's own message
-            return plain(x)
+            return None
+        if x.numel() <= groups * x.shape[1]:
+            return None
         fused = norm in self._fused
         running = (norm.running_mean, norm.running_var, norm.num_batches_tracked)
         settings = Settings(norm.momentum, norm.eps, fused)
-        out = normalise(x, norm.weight, norm.bias, statistics(x, running), settings)
+        out = normalise(x, norm.weight, norm.bias, statistics(x, running, groups), settings)
         if fused:
             out._is_rectified = True  # type: ignore[attr-defined]
             self._open += 1

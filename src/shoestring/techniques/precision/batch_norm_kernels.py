@@ -4,6 +4,7 @@ A tensor here is a matrix of rows (examples, or pixels of images that are channe
 channels. A sum over rows is made in two steps that depend on nothing but the sizes: some programs
 add up a share of the rows each, and every program of the kernel that needs the sum adds up the
 shares, in the same order. So no kernel waits for another, and the same input gives the same bits.
+The rows may be several groups of equal size, each with statistics of its own.
 """
 
 from __future__ import annotations
@@ -50,6 +51,8 @@ def _statistics_kernel(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr, CHANNELS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
+    x += tl.program_id(2).to(tl.int64) * rows * channels
+    partial += tl.program_id(2) * tl.num_programs(0) * (2 * channels)
     c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     inside = c < channels
     # Sums of differences from the first row: no cancellation where the mean is far from zero.
@@ -71,13 +74,17 @@ def _statistics_kernel(  # type: ignore[no-untyped-def]
 def _normalise_kernel(  # type: ignore[no-untyped-def]
     x, found, partial, running_mean, running_var, counter, weight, bias, out,
     rows, channels, shares, momentum, eps,
-    FIRST: tl.constexpr, RECTIFY: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
-    TILES: tl.constexpr, SHARES: tl.constexpr,
+    FIRST: tl.constexpr, RUNNING: tl.constexpr, RECTIFY: tl.constexpr, ROWS: tl.constexpr,
+    CHANNELS: tl.constexpr, TILES: tl.constexpr, SHARES: tl.constexpr,
 ):  # fmt: skip
-    program = tl.program_id(0)
+    program, group = tl.program_id(0), tl.program_id(2)
+    x += group.to(tl.int64) * rows * channels
+    out += group.to(tl.int64) * rows * channels
+    found += group * (2 * channels)
     c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     inside = c < channels
     if FIRST:
+        partial += group * shares * (2 * channels)
         first, second = _total(partial, shares, c, inside, channels, SHARES)
         offset = first / rows
         variance = tl.maximum(second / rows - offset * offset, 0.0)
@@ -86,6 +93,7 @@ def _normalise_kernel(  # type: ignore[no-untyped-def]
         if program == 0:
             tl.store(found + c, mean, mask=inside)
             tl.store(found + channels + c, rstd, mask=inside)
+        if RUNNING and program == 0:
             old = tl.load(running_mean + c, mask=inside, other=0.0)
             tl.store(running_mean + c, old + momentum * (mean - old), mask=inside)
             old = tl.load(running_var + c, mask=inside, other=0.0)
@@ -108,6 +116,28 @@ def _normalise_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _running_kernel(  # type: ignore[no-untyped-def]
+    found, running_mean, running_var, counter, rows, channels, momentum, eps,
+    GROUPS: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """Running statistics after several groups, one after the other."""
+    c = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+    inside = c < channels
+    mean = tl.load(running_mean + c, mask=inside, other=0.0)
+    var = tl.load(running_var + c, mask=inside, other=0.0)
+    for group in range(GROUPS):
+        place = found + group * (2 * channels) + c
+        mean += momentum * (tl.load(place, mask=inside, other=0.0) - mean)
+        rstd = tl.load(place + channels, mask=inside, other=1.0)
+        unbiased = (1.0 / (rstd * rstd) - eps) * (rows / (rows - 1.0))
+        var += momentum * (unbiased - var)
+    tl.store(running_mean + c, mean, mask=inside)
+    tl.store(running_var + c, var, mask=inside)
+    if tl.program_id(0) == 0:
+        tl.store(counter, tl.load(counter) + GROUPS)
+
+
+@triton.jit
 def _incoming(  # type: ignore[no-untyped-def]
     x, grad, mean, rstd, scale, shift, place, there, RECTIFY: tl.constexpr
 ):
@@ -127,7 +157,11 @@ def _sums_kernel(  # type: ignore[no-untyped-def]
     x, grad, found, weight, bias, partial, rows, channels,
     RECTIFY: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    program = tl.program_id(0)
+    program, group = tl.program_id(0), tl.program_id(2)
+    x += group.to(tl.int64) * rows * channels
+    grad += group.to(tl.int64) * rows * channels
+    found += group * (2 * channels)
+    partial += group * tl.num_programs(0) * (2 * channels)
     c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     inside = c < channels
     mean = tl.load(found + c, mask=inside, other=0.0)
@@ -152,7 +186,13 @@ def _gradient_kernel(  # type: ignore[no-untyped-def]
     RECTIFY: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, TILES: tl.constexpr,
     SHARES: tl.constexpr,
 ):  # fmt: skip
-    program = tl.program_id(0)
+    program, group = tl.program_id(0), tl.program_id(2)
+    x += group.to(tl.int64) * rows * channels
+    grad += group.to(tl.int64) * rows * channels
+    out += group.to(tl.int64) * rows * channels
+    found += group * (2 * channels)
+    sums += group * (2 * channels)
+    partial += group * shares * (2 * channels)
     c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     inside = c < channels
     mean = tl.load(found + c, mask=inside, other=0.0)
@@ -172,37 +212,39 @@ def _gradient_kernel(  # type: ignore[no-untyped-def]
 
 
 class _Sizes:
-    """How a tensor is cut into tiles, and these into programs."""
+    """How each group of rows is cut into tiles, and these into programs."""
 
-    def __init__(self, x: torch.Tensor) -> None:
-        self.channels = x.shape[1]
-        self.rows = x.numel() // self.channels
-        wide = min(triton.next_power_of_2(self.channels), 128)
-        self._blocks = triton.cdiv(self.channels, wide)
-        self._tile = {"ROWS": TILE // wide, "CHANNELS": wide, "num_warps": WARPS}
-        self._tiles = triton.cdiv(self.rows, TILE // wide)
+    def __init__(self, x: torch.Tensor, groups: int) -> None:
+        self.channels, self.groups = x.shape[1], groups
+        self.rows = x.numel() // (self.channels * groups)
+        self.wide = min(triton.next_power_of_2(self.channels), 128)
+        self.blocks = triton.cdiv(self.channels, self.wide)
+        self._tiles = triton.cdiv(self.rows, TILE // self.wide)
         self.shares = triton.cdiv(self._tiles, self._each(SHARES))
 
     def _each(self, limit: int) -> int:
         return triton.cdiv(self._tiles, limit)
 
-    def split(self, limit: int) -> tuple[tuple[int, int], dict[str, Any]]:
+    def split(self, limit: int) -> tuple[tuple[int, int, int], dict[str, Any]]:
         """A grid of at most so many programs over the rows, and what they are made for."""
         each = self._each(limit)
-        return (triton.cdiv(self._tiles, each), self._blocks), {**self._tile, "TILES": each}
+        settings = {"ROWS": TILE // self.wide, "CHANNELS": self.wide, "TILES": each}
+        grid = triton.cdiv(self._tiles, each), self.blocks, self.groups
+        return grid, {**settings, "num_warps": WARPS}
 
-    def partial(self, x: torch.Tensor) -> torch.Tensor:
-        """Room for two sums of every share."""
-        return torch.empty(self.shares, 2, self.channels, dtype=torch.float32, device=x.device)
+    def room(self, x: torch.Tensor, *each: int) -> torch.Tensor:
+        """For FP32 numbers of every group."""
+        shape = (self.groups, *each, 2, self.channels)
+        return torch.empty(shape, dtype=torch.float32, device=x.device)
 
 
-def statistics(x: torch.Tensor) -> torch.Tensor:
-    """Sums from which `normalise` makes mean and deviation of every channel."""
-    sizes = _Sizes(x)
-    partial = sizes.partial(x)
+def statistics(x: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Room for mean and reciprocal deviation, (groups, 2, channels), and sums to make them from."""
+    sizes = _Sizes(x, groups)
+    partial = sizes.room(x, sizes.shares)
     grid, settings = sizes.split(SHARES)
     _statistics_kernel[grid](x, partial, sizes.rows, sizes.channels, **settings)
-    return partial
+    return sizes.room(x), partial
 
 
 def normalise(
@@ -218,18 +260,25 @@ def normalise(
 ) -> torch.Tensor:
     """(x - mean) / deviation * weight + bias, and its positive part.
 
-    With sums, it writes mean and reciprocal deviation to `found`, (2, channels), and moves the
-    running ones; without them it reads `found`.
+    With sums, it writes mean and reciprocal deviation to `found` and moves the running ones;
+    without them it reads `found`.
     """
-    sizes = _Sizes(x)
+    sizes = _Sizes(x, found.shape[0])
     out = torch.empty_like(x)
     grid, settings = sizes.split(READERS)
+    first = partial is not None
     mean, var, counter = (found, found, found) if running is None else running
     _normalise_kernel[grid](
         x, found, found if partial is None else partial, mean, var, counter, weight, bias, out,
         sizes.rows, sizes.channels, sizes.shares, momentum, eps,
-        FIRST=partial is not None, RECTIFY=rectify, SHARES=SHARES, **settings,
+        FIRST=first, RUNNING=first and sizes.groups == 1, RECTIFY=rectify, SHARES=SHARES,
+        **settings,
     )  # fmt: skip
+    if first and sizes.groups > 1:
+        _running_kernel[(sizes.blocks,)](
+            found, mean, var, counter, sizes.rows, sizes.channels, momentum, eps,
+            GROUPS=sizes.groups, CHANNELS=sizes.wide,
+        )  # fmt: skip
     return out
 
 
@@ -241,16 +290,15 @@ def gradients(
     bias: torch.Tensor,
     rectify: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradient of x, and those of weight and bias as (2, channels)."""
-    sizes = _Sizes(x)
-    partial = sizes.partial(x)
+    """The gradient of x, and those of weight and bias as (groups, 2, channels)."""
+    sizes = _Sizes(x, found.shape[0])
+    partial = sizes.room(x, sizes.shares)
     grid, settings = sizes.split(SHARES)
     _sums_kernel[grid](
         x, grad, found, weight, bias, partial, sizes.rows, sizes.channels,
         RECTIFY=rectify, **settings,
     )  # fmt: skip
-    sums = torch.empty(2, sizes.channels, dtype=torch.float32, device=x.device)
-    out = torch.empty_like(x)
+    sums, out = sizes.room(x), torch.empty_like(x)
     grid, settings = sizes.split(READERS)
     _gradient_kernel[grid](
         x, grad, found, weight, bias, partial, sums, out, sizes.rows, sizes.channels, sizes.shares,
