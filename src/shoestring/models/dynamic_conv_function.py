@@ -1,0 +1,121 @@
+"""Dynamic convolution as an autograd function: plain PyTorch here, Triton on CUDA.
+
+Neither makes the unfolded copy of the input, `taps` times its size, that the usual form keeps.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.function import once_differentiable
+
+KERNEL_TYPES = (torch.float16, torch.bfloat16, torch.float32)
+TILE_TIMES = 32
+"""Positions whose products with all they reach are made at once, for the gradient of the taps."""
+
+
+class DynamicConv(torch.autograd.Function):
+    """Dynamic convolution that keeps its two arguments for backward and no unfolded copy.
+
+    y[b, t, c] = sum_k w[b, t, h(c), k] x[b, t + k - left, c], with zeros outside the sentence and
+    h(c) = floor(c heads / channels) (Wu et al., 2019, section 4). Shapes: x is (batch,
+    time, channels) and w (batch, time, heads, taps). Half-precision sums are accumulated in FP32.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weights: Tensor, left: int) -> Tensor:
+        """Sum the shifted products one tap at a time."""
+        ctx.save_for_backward(x, weights)
+        ctx.left = left
+        if _has_kernel(x, weights):
+            from . import dynamic_conv_kernels as kernels
+
+            return kernels.convolve(x, weights, left)
+        inputs = x.unflatten(2, (weights.shape[2], -1))
+        output = torch.zeros_like(inputs, dtype=_sum_dtype(x, weights))
+        for k, to, of in _taps(x.shape[1], weights.shape[3], left):
+            output[:, to].addcmul_(inputs[:, of], weights[:, to, :, k, None])
+        return output.flatten(2).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        """Gradients of x, a convolution the other way round, and of w, sums over the channels."""
+        x, weights = ctx.saved_tensors
+        for_x, for_weights = ctx.needs_input_grad[:2]
+        if _has_kernel(x, weights):
+            from . import dynamic_conv_kernels as kernels
+
+            return *kernels.gradients(x, weights, grad_output, ctx.left, for_x, for_weights), None
+        grad_weights = _weight_gradient(x, weights, grad_output, ctx.left) if for_weights else None
+        grad_x = _input_gradient(x, weights, grad_output, ctx.left) if for_x else None
+        return grad_x, grad_weights, None
+
+
+def _input_gradient(x: Tensor, weights: Tensor, grad_output: Tensor, left: int) -> Tensor:
+    """Every gradient of an output goes back to where its tap read."""
+    grads = grad_output.unflatten(2, (weights.shape[2], -1))
+    total = torch.zeros_like(grads, dtype=_sum_dtype(x, weights))
+    for k, to, of in _taps(x.shape[1], weights.shape[3], left):
+        total[:, of].addcmul_(grads[:, to], weights[:, to, :, k, None])
+    return total.flatten(2).to(x.dtype)
+
+
+def _weight_gradient(x: Tensor, weights: Tensor, grad_output: Tensor, left: int) -> Tensor:
+    """Scalar products of output gradients and inputs, as bands of small matrix products.
+
+    A product for every tap would need a temporary of the size of x, and takes three times as long.
+    """
+    (batch, time, heads, taps), each = weights.shape, x.shape[2] // weights.shape[2]
+    made = torch.empty_like(weights, memory_format=torch.contiguous_format)
+    for start in range(0, time, TILE_TIMES):
+        rows = min(TILE_TIMES, time - start)
+        first = start - left  # the input that tap 0 of the first row reads
+        low, high = max(0, first), min(time, first + rows + taps - 1)
+        for head in range(heads):
+            part = slice(head * each, (head + 1) * each)
+            band = x.new_zeros(batch, rows, rows + taps - 1)
+            if low < high:
+                band[:, :, low - first : high - first].baddbmm_(
+                    grad_output[:, start : start + rows, part],
+                    x[:, low:high, part].transpose(1, 2),
+                )
+            # Row i holds the products with inputs i … i + taps - 1 of the band.
+            steps = rows * (rows + taps - 1), rows + taps, 1
+            made[:, start : start + rows, head] = band.as_strided((batch, rows, taps), steps)
+    return made
+
+
+def _taps(time: int, taps: int, left: int) -> list[tuple[int, slice, slice]]:
+    """(k, output times, input times) of every tap that overlaps a sentence of that length."""
+    shifts = ((k, k - left) for k in range(taps))
+    return [
+        (k, slice(max(0, -s), time - max(0, s)), slice(max(0, s), time - max(0, -s)))
+        for k, s in shifts
+        if abs(s) < time
+    ]
+
+
+def _sum_dtype(x: Tensor, weights: Tensor) -> torch.dtype:
+    return torch.promote_types(torch.promote_types(x.dtype, weights.dtype), torch.float32)
+
+
+def _has_kernel(x: Tensor, weights: Tensor) -> bool:
+    return (
+        x.is_cuda
+        and x.dtype in KERNEL_TYPES
+        and weights.dtype in KERNEL_TYPES
+        and x.numel() > 0
+        and not isinstance(x, FakeTensor)
+        and _has_triton()
+    )
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
