@@ -196,7 +196,13 @@ def verify(
 )
 def train(
     model: ModelName,
-    data: Annotated[str, typer.Option(help="digits or cifar10.")],
+    data: Annotated[
+        str,
+        typer.Option(
+            help="digits, cifar10, number_words, multi30k, iwslt14, europarl160k, or a folder of "
+            "aligned text."
+        ),
+    ],
     data_dir: Annotated[
         str | None, typer.Option(help="Folder of the data; by default $SHOESTRING_DATA.")
     ] = None,
@@ -216,10 +222,24 @@ def train(
     ] = False,
     checkpoint: Checkpoint = None,
     epochs: Annotated[int | None, typer.Option(help="By default the recipe's.")] = None,
+    updates: Annotated[
+        int | None, typer.Option(help="Length of a training on text, in place of epochs.")
+    ] = None,
     batch: Batch = None,
     lr: Annotated[
-        float | None, typer.Option(help="Learning rate of the first epochs; by default tuned.")
+        float | None, typer.Option(help="The largest learning rate; by default tuned.")
     ] = None,
+    warmup: Annotated[int | None, typer.Option(help="Text: updates of rising rates.")] = None,
+    dropout: Annotated[float | None, typer.Option(help="Text: by default the recipe's.")] = None,
+    average: Annotated[
+        int | None, typer.Option(help="Text: last epochs whose weights are averaged.")
+    ] = None,
+    beam: Annotated[int | None, typer.Option(help="Text: hypotheses held at once.")] = None,
+    length_penalty: Annotated[
+        float | None, typer.Option(help="Text: power of the length that divides a score.")
+    ] = None,
+    languages: Annotated[str | None, typer.Option(help="Text: such as de-en.")] = None,
+    merges: Annotated[int | None, typer.Option(help="Text: of BPE, 10,000 by default.")] = None,
     seed: Annotated[int, typer.Option(help="Of weights, data and techniques.")] = 0,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; by default cuda.")] = None,
     channels_last: Annotated[
@@ -234,7 +254,9 @@ def train(
         str, typer.Option(help="host or device; auto: on the device up to 2 GB.")
     ] = "auto",
     eval_every: Annotated[int, typer.Option(help="Epochs between evaluations.")] = 1,
-    eval_batch: Annotated[int, typer.Option(help="Images evaluated at once.")] = 1000,
+    eval_batch: Annotated[
+        int | None, typer.Option(help="Images (1000) or tokens (4000) evaluated at once.")
+    ] = None,
     out: Annotated[
         str | None, typer.Option(help="Folder of the run; by default runs/MODEL-DATA-TIME.")
     ] = None,
@@ -290,6 +312,14 @@ def train(
             stop_after=stop_after,
             tensorboard=tensorboard,
             parallel=parallel,
+            updates=updates,
+            warmup=warmup,
+            dropout=dropout,
+            average=average,
+            beam=beam,
+            length_penalty=length_penalty,
+            languages=languages,
+            merges=merges,
         )
     )
     if is_first():

@@ -21,7 +21,10 @@ MERGES = 10_000
 """Of BPE, learnt on both languages together, as in the recipe of IWSLT'14."""
 _INSIDE = {"iwslt14": ("iwslt14.tokenized.de-en",)}
 
-__all__ = ["IMAGES", "NAMES", "SPLITS", "TEXTS", "ImageTask", "TextTask", "load_task"]
+__all__ = [
+    "IMAGES", "NAMES", "SPLITS", "TEXTS", "ImageTask", "TextTask", "load_images", "load_task",
+    "load_text",
+]  # fmt: skip
 
 
 def load_task(
@@ -43,15 +46,22 @@ def load_task(
         raise InputError(f"unknown split {split!r}", hint="one of " + ", ".join(SPLITS))
     if name in IMAGES and (languages or merges):
         raise InputError(f"{name} has no {'languages' if languages else 'merges'}: it is images")
+    if name in IMAGES:
+        return load_images(name, folder=folder, split=split, seed=seed)
+    return load_text(name, folder=folder, languages=languages, merges=merges).with_split(split)
+
+
+def load_images(
+    name: str, *, folder: str | Path | None = None, split: str = "test", seed: int = 0
+) -> ImageTask:
+    """Images of that name."""
     if name == "digits":
         from .digits import digits
 
         return digits(split, seed)
-    if name == "cifar10":
-        from .cifar10 import cifar10
+    from .cifar10 import cifar10
 
-        return cifar10(folder, split, seed)
-    return load_text(name, folder=folder, languages=languages, merges=merges).with_split(split)
+    return cifar10(folder, split, seed)
 
 
 def load_text(

@@ -133,8 +133,11 @@ class TextFeed:
         return self._sent(sides_in(self.task.train, chosen, shape))
 
     def sample(self) -> TextBatch:
-        """A batch of the largest shape, all of it words: for predictions of memory."""
-        largest = max(self.shapes, key=lambda shape: (shape.rows * shape.length, shape.length))
+        """A batch of the largest shape, all of it words: for predictions of memory.
+
+        Attention takes memory with the square of the length, and little of it.
+        """
+        largest = max(self.shapes, key=lambda s: s.rows * s.length * (256 + s.length))
         ones = torch.full((largest.rows, largest.length), 4)
         return {name: ones.clone() for name in ("source", "target_in", "target_out")}
 
