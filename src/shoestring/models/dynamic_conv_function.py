@@ -15,6 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
 KERNEL_TYPES = (torch.float16, torch.bfloat16, torch.float32)
+SUM_BYTES, PARTS = 2**16, 16
+"""FP32 sums of 16-bit values are twice the size of the result: no more than so much of it is made
+at a time, but in no more than so many parts, since each costs the calls of all taps."""
 TILE_TIMES = 32
 """Positions whose products with all they reach are made at once, for the gradient of the taps."""
 
@@ -36,11 +39,7 @@ class DynamicConv(torch.autograd.Function):
             from . import dynamic_conv_kernels as kernels
 
             return kernels.convolve(x, weights, left)
-        inputs = x.unflatten(2, (weights.shape[2], -1))
-        output = torch.zeros_like(inputs, dtype=_sum_dtype(x, weights))
-        for k, to, of in _taps(x.shape[1], weights.shape[3], left):
-            output[:, to].addcmul_(inputs[:, of], weights[:, to, :, k, None])
-        return output.flatten(2).to(x.dtype)
+        return _sum_taps(x, weights, left)
 
     @staticmethod
     @once_differentiable
@@ -53,17 +52,33 @@ class DynamicConv(torch.autograd.Function):
 
             return *kernels.gradients(x, weights, grad_output, ctx.left, for_x, for_weights), None
         grad_weights = _weight_gradient(x, weights, grad_output, ctx.left) if for_weights else None
-        grad_x = _input_gradient(x, weights, grad_output, ctx.left) if for_x else None
+        grad_x = _sum_taps(grad_output, weights, ctx.left, back=True) if for_x else None
         return grad_x, grad_weights, None
 
 
-def _input_gradient(x: Tensor, weights: Tensor, grad_output: Tensor, left: int) -> Tensor:
-    """Every gradient of an output goes back to where its tap read."""
-    grads = grad_output.unflatten(2, (weights.shape[2], -1))
-    total = torch.zeros_like(grads, dtype=_sum_dtype(x, weights))
-    for k, to, of in _taps(x.shape[1], weights.shape[3], left):
-        total[:, of].addcmul_(grads[:, to], weights[:, to, :, k, None])
-    return total.flatten(2).to(x.dtype)
+def _sum_taps(values: Tensor, weights: Tensor, left: int, back: bool = False) -> Tensor:
+    """The convolution, or the way back: every output's gradient to where its taps read."""
+    time, heads, taps = weights.shape[1:]
+    by_head = values.unflatten(2, (heads, -1))
+    made = torch.zeros_like(by_head, memory_format=torch.contiguous_format)
+    dtype = torch.promote_types(values.dtype, torch.float32)
+    in_place = dtype == values.dtype
+    parts = 1 if in_place else min(-(-made.numel() * dtype.itemsize // SUM_BYTES), PARTS)
+    step = -(-time // max(parts, 1))
+    for start in range(0, time, step):
+        part = made[:, start : start + step]
+        total = part if in_place else torch.zeros_like(part, dtype=dtype)
+        for k in range(taps):
+            shift = left - k if back else k - left  # from where it goes to where it is read
+            low, high = max(start, -shift), min(start + part.shape[1], time - shift)
+            if low < high:
+                source = slice(low + shift, high + shift)
+                tap = weights[:, source if back else slice(low, high), :, k, None]
+                total[:, low - start : high - start].addcmul_(by_head[:, source], tap)
+        if not in_place:
+            part.copy_(total)
+        del total
+    return made.flatten(2)
 
 
 def _weight_gradient(x: Tensor, weights: Tensor, grad_output: Tensor, left: int) -> Tensor:
@@ -88,21 +103,8 @@ def _weight_gradient(x: Tensor, weights: Tensor, grad_output: Tensor, left: int)
             # Row i holds the products with inputs i … i + taps - 1 of the band.
             steps = rows * (rows + taps - 1), rows + taps, 1
             made[:, start : start + rows, head] = band.as_strided((batch, rows, taps), steps)
+            del band
     return made
-
-
-def _taps(time: int, taps: int, left: int) -> list[tuple[int, slice, slice]]:
-    """(k, output times, input times) of every tap that overlaps a sentence of that length."""
-    shifts = ((k, k - left) for k in range(taps))
-    return [
-        (k, slice(max(0, -s), time - max(0, s)), slice(max(0, s), time - max(0, -s)))
-        for k, s in shifts
-        if abs(s) < time
-    ]
-
-
-def _sum_dtype(x: Tensor, weights: Tensor) -> torch.dtype:
-    return torch.promote_types(torch.promote_types(x.dtype, weights.dtype), torch.float32)
 
 
 def _has_kernel(x: Tensor, weights: Tensor) -> bool:
