@@ -121,6 +121,29 @@ def test_memory_at_4000_tokens() -> None:
     assert peaks[True] < scores_bytes / 3
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_the_gpu() -> None:
+    """FP16: the exact gradients, in less than the scores alone would take."""
+    torch.manual_seed(0)
+    hidden = torch.randn(TOKENS, 512).half().cuda().requires_grad_()
+    weight = torch.randn(VOCABULARY, 512).mul(0.04).half().cuda().requires_grad_()
+    target = torch.randint(2, VOCABULARY, (TOKENS,), device="cuda")
+    scale = 2.0**13
+    (scale * projected_loss(hidden, weight, target)).backward()  # cuBLAS takes its workspace
+    hidden.grad = weight.grad = None
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    (scale * projected_loss(hidden, weight, target)).backward()
+    needed = torch.cuda.max_memory_allocated() - before
+    assert needed < 2 * TOKENS * VOCABULARY
+    exact = hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
+    expected = torch.autograd.grad(label_smoothed_loss(exact[0] @ exact[1].t(), target), exact)
+    for mine, wanted in zip((hidden.grad, weight.grad), expected, strict=True):
+        assert mine is not None
+        assert (mine.double() / scale - wanted).norm() < 2e-3 * wanted.norm()
+
+
 def model_and_batch() -> tuple[DCTransformer, tuple[Tensor, Tensor, Tensor]]:
     torch.manual_seed(0)
     rates = {"dropout": 0.0, "attention_dropout": 0.0, "weight_dropout": 0.0}

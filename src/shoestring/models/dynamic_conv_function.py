@@ -96,10 +96,8 @@ def _weight_gradient(x: Tensor, weights: Tensor, grad_output: Tensor, left: int)
             part = slice(head * each, (head + 1) * each)
             band = x.new_zeros(batch, rows, rows + taps - 1)
             if low < high:
-                band[:, :, low - first : high - first].baddbmm_(
-                    grad_output[:, start : start + rows, part],
-                    x[:, low:high, part].transpose(1, 2),
-                )
+                grads, inputs = grad_output[:, start : start + rows, part], x[:, low:high, part]
+                torch.bmm(grads, inputs.transpose(1, 2), out=band[:, :, low - first : high - first])
             # Row i holds the products with inputs i … i + taps - 1 of the band.
             steps = rows * (rows + taps - 1), rows + taps, 1
             made[:, start : start + rows, head] = band.as_strided((batch, rows, taps), steps)

@@ -16,6 +16,8 @@ import triton.language as tl
 TILE = 2048
 """Elements a program sums at once, where there is work for all processors."""
 SMALL_TILE = 512
+UNROLL = tl.constexpr(4)
+"""Taps whose loads are under way at once. All 31 would make compiling take many times as long."""
 PROGRAMS = 264
 """Two for each processor of a large GPU; with fewer programs than that tiles are small."""
 
@@ -50,7 +52,7 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
     first = sentence * time * WIDTH + head * EACH
     taps = weights + sentence * time * STEP + head * TAPS
     total = tl.zeros([ROWS, LANES], tl.float32)
-    for k in tl.static_range(TAPS):
+    for k in tl.range(0, TAPS, loop_unroll_factor=UNROLL):
         value = _rows(x + first, t + (k - left), time, c, c < EACH, WIDTH)
         total += _tap(taps, t, time, k, STEP)[:, None] * value
     place = out + first + t[:, None] * WIDTH + c[None, :]
@@ -73,7 +75,7 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
     taps = sentence * time * STEP + head * TAPS
     total = tl.zeros([ROWS, LANES], tl.float32)
     here = _rows(grad + first, t, time, c, c < EACH, WIDTH)
-    for k in tl.static_range(TAPS):
+    for k in tl.range(0, TAPS, loop_unroll_factor=UNROLL):
         if FOR_X:
             reader = t - (k - left)  # the position that tap k brought this one to
             value = _rows(grad + first, reader, time, c, c < EACH, WIDTH)

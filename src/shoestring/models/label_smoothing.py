@@ -113,7 +113,7 @@ class _ProjectedLoss(torch.autograd.Function):
             if grad_weight is not None:
                 torch.mm(made.t(), rows, out=grad_weight[part])
             if grad_rows is not None and grad_rows.dtype == rows.dtype:
-                grad_rows.addmm_(made, weight[part])
+                torch.addmm(grad_rows, made, weight[part], out=grad_rows)
             elif grad_rows is not None:
                 grad_rows += made @ weight[part]
             del made
