@@ -399,6 +399,57 @@ def plan(
         typer.echo(str(result))
 
 
+@app.command(
+    epilog="""Example: `echo dreihundertvierundzwanzig | shoestring translate runs/number_words`"""
+)
+def translate(
+    run: Annotated[str, typer.Argument(help="Folder of a run on text.")],
+    beam: Annotated[int | None, typer.Option(help="By default the run's.")] = None,
+    length_penalty: Annotated[float | None, typer.Option(help="By default the run's.")] = None,
+    average: Annotated[
+        bool,
+        typer.Option("--average/--newest", help="Mean of the last epochs, or the newest snapshot."),
+    ] = True,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; by default cuda.")] = None,
+) -> None:
+    """Translate lines of stdin, tokenised as the training text was, to lines of stdout."""
+    with working(f"loading {run}"):
+        from .train.trainer import prepare_device
+        from .train.translating import load_translator
+
+        translator = load_translator(
+            run,
+            device=prepare_device(device, tf32=False, benchmark=False),
+            beam=beam,
+            length_penalty=length_penalty,
+            average=average,
+        )
+    for line in translator(sys.stdin.read().split("\n")[:-1]):
+        typer.echo(line)
+
+
+@app.command(epilog="""Example: `shoestring prepare multi30k --data-dir data --out multi30k-10k`""")
+def prepare(
+    data: Annotated[str, typer.Argument(help="Name or folder of a text in two languages.")],
+    out: Annotated[str, typer.Option(help="Folder to write; small, and all that training reads.")],
+    data_dir: Annotated[
+        str | None, typer.Option(help="Folder of the data; by default $SHOESTRING_DATA.")
+    ] = None,
+    languages: Annotated[str | None, typer.Option(help="Such as de-en.")] = None,
+    merges: Annotated[int | None, typer.Option(help="Of BPE, 10,000 by default.")] = None,
+) -> None:
+    """Split a text into pieces and encode it, to train elsewhere: prints what is in it."""
+    with working(f"preparing {data}"):
+        from pathlib import Path
+
+        from .tasks import load_text
+        from .tasks.prepared import save
+
+        task = load_text(data, folder=data_dir, languages=languages, merges=merges)
+        save(task, Path(out))
+    typer.echo(json.dumps({"name": task.name, "folder": out, **task.notes}))
+
+
 def show_profile(settings: dict[str, Any], result: Any) -> None:
     """A table by category, the largest modules, and the instant of the peak."""
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 100)

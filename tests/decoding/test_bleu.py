@@ -28,8 +28,9 @@ TRANSLATIONS = [
 def test_the_same_as_the_command_line(tmp_path):
     for name, lines in (("ref", REFERENCES), ("hyp", TRANSLATIONS)):
         (tmp_path / name).write_text("".join(f"{line}\n" for line in lines))
-    command = [sys.executable, "-m", "sacrebleu", str(tmp_path / "ref"), "-i", str(tmp_path / "hyp"),
-               "-tok", "none", "--force", "-w", "8"]  # fmt: skip
+    files = [str(tmp_path / "ref"), "-i", str(tmp_path / "hyp")]
+    options = ["-tok", "none", "--force", "-w", "8"]
+    command = [sys.executable, "-m", "sacrebleu", *files, *options]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     printed = json.loads(done.stdout)
     found = score(TRANSLATIONS, REFERENCES)

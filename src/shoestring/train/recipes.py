@@ -130,10 +130,14 @@ def inverse_square_root(update: int, top: float, first: float, warmup: int) -> f
 
 TRANSLATION = TranslationRecipe()
 NUMBER_WORDS = TranslationRecipe(
-    updates=1_000, batch_tokens=1_000, learning_rate=2e-3, warmup_updates=100, dropout=0.1,
+    updates=340,
+    batch_tokens=2_000,
+    learning_rate=3e-3,
+    warmup_updates=60,
+    dropout=0.1,
     average=4,
-)  # fmt: skip
-"""Our own, for `dc-transformer-tiny`."""
+)
+"""Our own, for `dc-transformer-tiny`: eight epochs, half a minute on one core."""
 TRANSLATION_BY_DENSITY = {
     1.0: Multipliers(1),
     0.5: Multipliers(2, 4, 0.125),
