@@ -11,6 +11,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from . import __version__
@@ -258,7 +259,7 @@ def train(
         int | None, typer.Option(help="Images (1000) or tokens (4000) evaluated at once.")
     ] = None,
     out: Annotated[
-        str | None, typer.Option(help="Folder of the run; by default runs/MODEL-DATA-TIME.")
+        str | None, typer.Option(help="Folder of the run; by default runs/MODEL-DATA-SEED-TIME.")
     ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the last snapshot in --out, if any.")
@@ -460,7 +461,7 @@ def show_profile(settings: dict[str, Any], result: Any) -> None:
     if settings["density"] is not None:
         what.append(f"density {settings['density']:g}")
     console.print(
-        f"[bold]{settings['model']}[/bold] · {' · '.join(what)}\n"
+        f"[bold]{settings['model']}[/bold] · {escape(' · '.join(what))}\n"
         f"{format_count(result.parameters)} parameters, "
         f"{format_count(result.sparsifiable_parameters)} of them sparsifiable · "
         f"{result.accounting} accounting"

@@ -89,7 +89,7 @@ class _State:
         ended = (tokens == END) & (scores > -torch.inf)
         self._finish(ended[:, :beam], scores[:, :beam], parents[:, :beam], length)
         # The first that did not end, in their order; one hypothesis ends at most once.
-        order = (ended.long() * total.shape[1] + torch.arange(scores.shape[1], device=ended.device))
+        order = ended.long() * total.shape[1] + torch.arange(scores.shape[1], device=ended.device)
         going = order.argsort(1)[:, :beam]
         self.scores = scores.gather(1, going).masked_fill(ended.gather(1, going), -torch.inf)
         parents, self.last = parents.gather(1, going), tokens.gather(1, going)

@@ -144,7 +144,7 @@ def start(call: Call) -> Result:
         languages=call.languages, merges=call.merges,
     )  # fmt: skip
     settings = _settings(call, task, device)
-    name = f"{call.model.replace(':', '.')}-{task.name}"
+    name = f"{call.model.replace(':', '.')}-{task.name}-seed{call.seed}"
     made = f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     with process_group(device):
         event = train(
@@ -230,7 +230,7 @@ def _plan(call: Call, task: ImageTask | TextTask, device: str) -> Plan:
     return Plan(
         sparsity=None if call.density is None else Sparsity(call.density),
         precision=None if call.precision is None else Precision(call.precision),
-        checkpointing=None if strategy is None else Checkpointing(strategy),
+        checkpointing=None if strategy is None else Checkpointing.parse(strategy),
         microbatching=micro,
     )
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import InputError
+from ..errors import BudgetError, InputError
 from ..memory.items import Item
 from ..memory.model import ACCOUNTINGS
 from ..planning.allow import Allowed
@@ -124,9 +124,12 @@ class Planner:
         if plain.peak_bytes <= limit and among(Setting()):
             kept = Candidate(Setting(), None, plain.peak_bytes, plain.seconds, plain.flops)
             return self._result(Found(kept, plain), budget_bytes)
-        found, _ = search(self.estimates, list(filter(among, self._settings(self.allowed))), limit)
+        some = [s for s in self._settings(self.allowed) if among(s)]
+        found = search(self.estimates, some, limit)
         if found is None:
-            raise self._too_small(budget_bytes)
+            found = smallest(self.estimates, some)
+            if found is None or found.predicted.peak_bytes > limit:
+                raise self._too_small(budget_bytes, found)
         return self._result(found, budget_bytes)
 
     def smallest_bytes(self) -> int:
@@ -195,8 +198,7 @@ class Planner:
             front=pareto([_exact(found), *points]),
         )
 
-    def _too_small(self, budget_bytes: int) -> Exception:
-        least = smallest(self.estimates, self._settings(self.allowed))
+    def _too_small(self, budget_bytes: int, least: Found | None) -> BudgetError:
         hints = []
         known = budget_bytes if least is None else least.predicted.peak_bytes
         allowed = self.allowed

@@ -12,7 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
+from typer.testing import CliRunner
 
+from shoestring.cli import app
 from shoestring.errors import InputError
 from shoestring.memory.items import Item, leaves, part, read, write
 from shoestring.memory.model import memory_profile
@@ -222,7 +224,15 @@ def test_people_can_write_it() -> None:
     assert read("keep*2, [cheap , keep]*2, recompute") == (
         "keep", "keep", ("cheap", "keep"), ("cheap", "keep"), ("keep",),
     )  # fmt: skip
+    assert Checkpointing.parse("[cheap]*2") == Checkpointing.of((("cheap",), ("cheap",)))
+    assert Checkpointing.parse("residual-2*") == Checkpointing("residual-2*")
     assert write(read("recompute*3, [keep*2, [cheap*2]]")) == ("recompute*3", "[keep*2, [cheap*2]]")
+
+
+def test_the_command_line_takes_it() -> None:
+    ran = CliRunner().invoke(app, ["profile", "wrn-10-1", "--checkpoint", "[cheap], [keep*2]"])
+    assert ran.exit_code == 0
+    assert "fp32 · [cheap], [keep*2]" in ran.stdout
 
 
 @pytest.mark.parametrize(
