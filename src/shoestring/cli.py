@@ -276,6 +276,10 @@ def train(
     parallel: Annotated[
         str | None, typer.Option(help="Under torchrun: ddp (the default) or fsdp.")
     ] = None,
+    predict: Annotated[
+        bool,
+        typer.Option("--predict/--no-predict", help="Predict the peaks first: up to a minute."),
+    ] = True,
     as_json: AsJson = False,
 ) -> None:
     """Train to the end: recorded, measured, and resumable to the bit."""
@@ -321,6 +325,7 @@ def train(
             length_penalty=length_penalty,
             languages=languages,
             merges=merges,
+            predict=predict,
         )
     )
     if is_first():

@@ -110,3 +110,5 @@ def test_the_sample_is_as_large_as_any():
     sample = made.sample()
     assert sample["source"].shape in {torch.Size([s.rows, s.length]) for s in made.shapes}
     assert not (sample["target_out"] == PADDING).any()
+    part = made.sample(25)["source"]
+    assert 25 // part.shape[1] * 2 == len(part)

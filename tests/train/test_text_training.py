@@ -15,9 +15,11 @@ from shoestring.errors import InputError
 from shoestring.models import sentence_loss
 from shoestring.records.run import read, strip_times
 from shoestring.tasks.bpe import PADDING
+from shoestring.tasks.prepared import save
 from shoestring.tasks.token_batches import TextFeed
 from shoestring.train import snapshot
 from shoestring.train.apply import apply
+from shoestring.train.command import Call, start
 from shoestring.train.loop import train
 from shoestring.train.text_job import build_text_model, weighted_by_tokens
 from shoestring.train.text_settings import text_settings_for
@@ -217,3 +219,24 @@ def test_sentence_loss_is_the_mean_of_words():
         whole = loss(model, batch)
     mean = sum(one * n for one, n in zip(each, words, strict=True)) / words.sum()
     assert torch.allclose(whole, mean, rtol=1e-4)
+
+
+def test_flags_of_text_are_refused_for_images(tmp_path):
+    with pytest.raises(InputError, match="--updates is for translation, and digits is images"):
+        start(Call("wrn-10-1", "digits", updates=10, device="cpu", out=str(tmp_path / "run")))
+    with pytest.raises(InputError, match="digits has no merges"):
+        start(Call("wrn-10-1", "digits", merges=10, device="cpu", out=str(tmp_path / "run")))
+
+
+def test_a_budget_makes_a_plan_in_tokens(tmp_path, capsys):
+    """From a prepared folder, as the command line calls it; the peak stays within the budget."""
+    save(small_text(), tmp_path / "text")
+    call = Call(
+        SMALL, str(tmp_path / "text"), budget="1 MB", allow="lossless", updates=4, batch=300,
+        device="cpu", out=str(tmp_path / "run"),
+    )  # fmt: skip
+    result = start(call)
+    micro = result.settings.plan.microbatching
+    assert micro is not None and micro.unit == "tokens"
+    assert 0 < result.event["measured_peak_bytes"] <= 1_000_000
+    assert "BLEU" in str(result)

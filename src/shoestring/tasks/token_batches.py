@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from .bpe import BEGIN, PADDING, Sentences
+from .bpe import BEGIN, PADDING, SPECIAL, Sentences
 from .text import Sides, TextTask
 
 SHAPES = 8
@@ -132,13 +132,22 @@ class TextFeed:
         shape, chosen = self._drawn[number]
         return self._sent(sides_in(self.task.train, chosen, shape))
 
-    def sample(self) -> TextBatch:
+    def sample(self, at_once: int | None = None) -> TextBatch:
         """A batch of the largest shape, all of it words: for predictions of memory.
 
-        Attention takes memory with the square of the length, and little of it.
+        Where only `at_once` tokens run at once, two such parts of the shape in which they are the
+        most: all others are like the second. Attention takes memory with the square of the length,
+        and little of it.
         """
-        largest = max(self.shapes, key=lambda s: s.rows * s.length * (256 + s.length))
-        ones = torch.full((largest.rows, largest.length), 4)
+
+        def rows(shape: Shape) -> int:
+            return (
+                shape.rows if at_once is None else min(shape.rows, max(at_once // shape.length, 1))
+            )
+
+        largest = max(self.shapes, key=lambda s: rows(s) * s.length * (256 + s.length))
+        count = largest.rows if at_once is None else min(largest.rows, 2 * rows(largest))
+        ones = torch.full((count, largest.length), len(SPECIAL))
         return {name: ones.clone() for name in ("source", "target_in", "target_out")}
 
     def _sent(self, batch: TextBatch) -> TextBatch:

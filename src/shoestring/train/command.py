@@ -71,6 +71,7 @@ class Call:
     length_penalty: float | None = None
     languages: str | None = None
     merges: int | None = None
+    predict: bool = True
 
     @property
     def for_text(self) -> dict[str, Any]:
@@ -158,6 +159,7 @@ def start(call: Call) -> Result:
             tensorboard=call.tensorboard,
             parallel=parallel,
             device_limit_bytes=_LIMITS[call.data_on],
+            predict=call.predict,
         )
     return Result(settings, event)
 

@@ -44,6 +44,7 @@ def train(
     tensorboard: bool = False,
     parallel: str | None = None,
     device_limit_bytes: int = DEVICE_LIMIT_BYTES,
+    predict: bool = True,
 ) -> Event:
     """Train to the end, or go on to it; returns the last event, with the summary.
 
@@ -57,7 +58,7 @@ def train(
             settings,
             task,
             device,
-            predict=state is None,
+            predict=predict and state is None,
             parallel=parallel,
             device_limit_bytes=device_limit_bytes,
         )

@@ -80,8 +80,10 @@ class TextJob:
         return self.settings.learning_rate_at(update)
 
     def sample(self) -> Any:
-        """The largest shape there is."""
-        return self.feed.sample()
+        """The largest shape there is; of many microbatches two, since all others are alike."""
+        micro = self.plan.microbatching
+        in_tokens = micro is not None and micro.unit == "tokens"
+        return self.feed.sample(micro.size if micro is not None and in_tokens else None)
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """Mean of -log p of the validation set's words, without smoothing."""
