@@ -197,7 +197,13 @@ def verify(
 )
 def train(
     model: ModelName,
-    data: Annotated[str, typer.Option(help="digits or cifar10.")],
+    data: Annotated[
+        str,
+        typer.Option(
+            help="digits, cifar10, number_words, multi30k, iwslt14, europarl160k, or a folder of "
+            "aligned text."
+        ),
+    ],
     data_dir: Annotated[
         str | None, typer.Option(help="Folder of the data; by default $SHOESTRING_DATA.")
     ] = None,
@@ -217,10 +223,24 @@ def train(
     ] = False,
     checkpoint: Checkpoint = None,
     epochs: Annotated[int | None, typer.Option(help="By default the recipe's.")] = None,
+    updates: Annotated[
+        int | None, typer.Option(help="Length of a training on text, in place of epochs.")
+    ] = None,
     batch: Batch = None,
     lr: Annotated[
-        float | None, typer.Option(help="Learning rate of the first epochs; by default tuned.")
+        float | None, typer.Option(help="The largest learning rate; by default tuned.")
     ] = None,
+    warmup: Annotated[int | None, typer.Option(help="Text: updates of rising rates.")] = None,
+    dropout: Annotated[float | None, typer.Option(help="Text: by default the recipe's.")] = None,
+    average: Annotated[
+        int | None, typer.Option(help="Text: last epochs whose weights are averaged.")
+    ] = None,
+    beam: Annotated[int | None, typer.Option(help="Text: hypotheses held at once.")] = None,
+    length_penalty: Annotated[
+        float | None, typer.Option(help="Text: power of the length that divides a score.")
+    ] = None,
+    languages: Annotated[str | None, typer.Option(help="Text: such as de-en.")] = None,
+    merges: Annotated[int | None, typer.Option(help="Text: of BPE, 10,000 by default.")] = None,
     seed: Annotated[int, typer.Option(help="Of weights, data and techniques.")] = 0,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; by default cuda.")] = None,
     channels_last: Annotated[
@@ -235,7 +255,9 @@ def train(
         str, typer.Option(help="host or device; auto: on the device up to 2 GB.")
     ] = "auto",
     eval_every: Annotated[int, typer.Option(help="Epochs between evaluations.")] = 1,
-    eval_batch: Annotated[int, typer.Option(help="Images evaluated at once.")] = 1000,
+    eval_batch: Annotated[
+        int | None, typer.Option(help="Images (1000) or tokens (4000) evaluated at once.")
+    ] = None,
     out: Annotated[
         str | None, typer.Option(help="Folder of the run; by default runs/MODEL-DATA-SEED-TIME.")
     ] = None,
@@ -254,6 +276,10 @@ def train(
     parallel: Annotated[
         str | None, typer.Option(help="Under torchrun: ddp (the default) or fsdp.")
     ] = None,
+    predict: Annotated[
+        bool,
+        typer.Option("--predict/--no-predict", help="Predict the peaks first: up to a minute."),
+    ] = True,
     as_json: AsJson = False,
 ) -> None:
     """Train to the end: recorded, measured, and resumable to the bit."""
@@ -291,6 +317,15 @@ def train(
             stop_after=stop_after,
             tensorboard=tensorboard,
             parallel=parallel,
+            updates=updates,
+            warmup=warmup,
+            dropout=dropout,
+            average=average,
+            beam=beam,
+            length_penalty=length_penalty,
+            languages=languages,
+            merges=merges,
+            predict=predict,
         )
     )
     if is_first():
@@ -368,6 +403,57 @@ def plan(
         typer.echo(json.dumps({"model": model, **shown, **whole}))
     else:
         typer.echo(str(result))
+
+
+@app.command(
+    epilog="""Example: `echo dreihundertvierundzwanzig | shoestring translate runs/number_words`"""
+)
+def translate(
+    run: Annotated[str, typer.Argument(help="Folder of a run on text.")],
+    beam: Annotated[int | None, typer.Option(help="By default the run's.")] = None,
+    length_penalty: Annotated[float | None, typer.Option(help="By default the run's.")] = None,
+    average: Annotated[
+        bool,
+        typer.Option("--average/--newest", help="Mean of the last epochs, or the newest snapshot."),
+    ] = True,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; by default cuda.")] = None,
+) -> None:
+    """Translate lines of stdin, tokenised as the training text was, to lines of stdout."""
+    with working(f"loading {run}"):
+        from .train.trainer import prepare_device
+        from .train.translating import load_translator
+
+        translator = load_translator(
+            run,
+            device=prepare_device(device, tf32=False, benchmark=False),
+            beam=beam,
+            length_penalty=length_penalty,
+            average=average,
+        )
+    for line in translator(sys.stdin.read().split("\n")[:-1]):
+        typer.echo(line)
+
+
+@app.command(epilog="""Example: `shoestring prepare multi30k --data-dir data --out multi30k-10k`""")
+def prepare(
+    data: Annotated[str, typer.Argument(help="Name or folder of a text in two languages.")],
+    out: Annotated[str, typer.Option(help="Folder to write; small, and all that training reads.")],
+    data_dir: Annotated[
+        str | None, typer.Option(help="Folder of the data; by default $SHOESTRING_DATA.")
+    ] = None,
+    languages: Annotated[str | None, typer.Option(help="Such as de-en.")] = None,
+    merges: Annotated[int | None, typer.Option(help="Of BPE, 10,000 by default.")] = None,
+) -> None:
+    """Split a text into pieces and encode it, to train elsewhere: prints what is in it."""
+    with working(f"preparing {data}"):
+        from pathlib import Path
+
+        from .tasks import load_text
+        from .tasks.prepared import save
+
+        task = load_text(data, folder=data_dir, languages=languages, merges=merges)
+        save(task, Path(out))
+    typer.echo(json.dumps({"name": task.name, "folder": out, **task.notes}))
 
 
 def show_profile(settings: dict[str, Any], result: Any) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from .planning.plan import Plan
 from .records.run import Event, read
-from .tasks import load_task
+from .tasks import load_images
 from .techniques import Checkpointing, Microbatching, Precision, Sparsity
 from .train.display import duration
 from .train.loop import train
@@ -41,7 +41,7 @@ def demo(folder: Path, epochs: int = EPOCHS) -> str:
     that is busy.
     """
     torch.set_num_threads(1)
-    task = load_task("digits")
+    task = load_images("digits")
     ends: dict[str, Event] = {}
     for name, plan in PLANS.items():
         print(f"{name}: {MODEL} on digits, {plan}", file=sys.stderr)

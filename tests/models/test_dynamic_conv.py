@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+import shoestring as ss
 from reference.dynamic_conv_loop import convolution_block, dynamic_conv
 from shoestring.errors import InputError
 from shoestring.models import builtin
@@ -123,6 +124,24 @@ def test_dynamic_conv_keeps_its_arguments_and_nothing_else() -> None:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         DynamicConv.apply(x, weights, 15)
     assert [tensor.data_ptr() for tensor in kept] == [x.data_ptr(), weights.data_ptr()]
+
+
+@pytest.mark.parametrize(
+    ("causal", "dtype"), [(True, torch.float32), (False, torch.float32), (False, torch.bfloat16)]
+)
+def test_convolution_block_takes_what_is_counted(causal: bool, dtype: torch.dtype) -> None:
+    """Beside weights, 1.1 of the fundamental count: a dropout's mask is full numbers here."""
+    block = ConvolutionBlock(TransformerConfig(), 31, causal).to(dtype)
+    x = torch.randn(20, 25, 512).to(dtype)
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        return model(batch).sum()
+
+    counted = ss.profile(block, x, loss=loss).activation_bytes
+    measured = ss.measure(block, x, loss=loss, warmup_steps=1)
+    weights_bytes = measured.bytes_by_role["model"] + measured.bytes_by_role["gradient"]
+    assert counted > 4 * x.nbytes
+    assert measured.peak_bytes - weights_bytes <= 1.1 * counted
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -2,7 +2,9 @@
 
 `wrn-D-W` is a wide residual network of any legal depth and width (`wrn-D-W-pool`: its shortcuts
 average where they would take every second pixel), `dc-transformer` the report's
-translation model, and `dc-transformer-width-W`, `dc-transformer-decoder-L` its smaller baselines.
+translation model, and `dc-transformer-width-W`, `dc-transformer-decoder-L` its smaller baselines;
+sizes go together (`dc-transformer-width-128-encoder-4-decoder-4`), and `dc-transformer-tiny` has
+width 64 and two layers on each side.
 """
 
 from __future__ import annotations
@@ -40,6 +42,9 @@ LONGEST_SENTENCE_TOKENS = 250
 # Begin, padding, end and unknown come first in both vocabularies.
 SPECIAL_TOKENS = 4
 
+TINY = {"width": 64, "encoder_layers": 2, "decoder_layers": 2}
+"""Enough for number words."""
+
 # The architectures of the report's tables of learning rates, and the smallest of the family.
 REPORTED = (
     *(f"wrn-{depth}-2" for depth in (28, 22, 16, 10)),
@@ -56,7 +61,8 @@ class BuiltinModel:
     """A model that can be named, with all it takes to make one training step."""
 
     name: str
-    build: Callable[[], nn.Module]
+    build: Callable[..., nn.Module]
+    """Keywords are the model's own: a translation model takes vocabularies and dropout."""
     batch: Callable[[int], Any]
     loss: Callable[[nn.Module, Any], Tensor]
     default_batch: int
@@ -73,9 +79,8 @@ def builtin(name: str) -> BuiltinModel:
         shortcut: Shortcut = "pool" if match[3] else "strided"
         build = partial(wide_resnet, depth, width, shortcut=shortcut)
         return BuiltinModel(name, build, image_batch, image_loss, 100, "images", "sgd")
-    if match := re.fullmatch(r"dc-transformer(?:-(width|decoder)-(\d+))?", name):
-        field = {"width": "width", "decoder": "decoder_layers", None: None}[match[1]]
-        sizes = {} if field is None else {field: int(match[2])}
+    if match := re.fullmatch(r"dc-transformer(-tiny)?((?:-(?:width|encoder|decoder)-\d+)*)", name):
+        sizes = {**(TINY if match[1] else {}), **_sizes(name, match[2])}
         TransformerConfig(**sizes)
         build_transformer = partial(dc_transformer, **sizes)
         return BuiltinModel(
@@ -88,6 +93,15 @@ def builtin(name: str) -> BuiltinModel:
         hint=f"{hint} (wrn-D-W, dc-transformer-width-W and dc-transformer-decoder-L take any "
         "legal numbers)",
     )
+
+
+def _sizes(name: str, text: str) -> dict[str, int]:
+    """-width-256-decoder-3 → the arguments they stand for."""
+    fields = {"width": "width", "encoder": "encoder_layers", "decoder": "decoder_layers"}
+    found = re.findall(r"-([a-z]+)-(\d+)", text)
+    if len({word for word, _ in found}) < len(found):
+        raise InputError(f"{name} says a size twice", hint="such as dc-transformer-width-256")
+    return {fields[word]: int(number) for word, number in found}
 
 
 def builtin_names() -> list[str]:

@@ -15,17 +15,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from shoestring.errors import InputError
+from shoestring.models.dynamic_conv_function import DynamicConv
+from shoestring.models.label_smoothing import PADDING, projected_loss
+from shoestring.models.label_smoothing import label_smoothed_loss as label_smoothed_loss
 
 ENCODER_KERNELS = (3, 7, 15, 31, 31, 31, 31)
 DECODER_KERNELS = (3, 7, 15, 31, 31, 31)
 SOURCE_VOCABULARY = 8848
 TARGET_VOCABULARY = 6632
-PADDING = 1
 
 
 def layer_kernels(kernels: tuple[int, ...], layers: int) -> tuple[int, ...]:
@@ -72,59 +72,6 @@ class TransformerConfig:
     def inner(self) -> int:
         """Width of the feed-forward layers."""
         return 2 * self.width if self.ffn is None else self.ffn
-
-
-class DynamicConv(torch.autograd.Function):
-    """Dynamic convolution that keeps its two arguments for backward and no unfolded copy.
-
-    y[b, t, c] = sum_k w[b, t, h(c), k] x[b, t + k - left, c], with zeros outside the sentence and
-    h(c) = floor(c heads / channels) (Wu et al., 2019, section 4). Shapes: x is (batch,
-    time, channels) and w (batch, time, heads, taps). Half-precision sums are accumulated in FP32.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weights: Tensor, left: int) -> Tensor:
-        """Sum the shifted products one tap at a time."""
-        ctx.save_for_backward(x, weights)
-        ctx.left = left
-        inputs = x.unflatten(2, (weights.shape[2], -1))
-        output = torch.zeros_like(inputs, dtype=_sum_dtype(x, weights))
-        for k, to, of in _taps(x.shape[1], weights.shape[3], left):
-            output[:, to].addcmul_(inputs[:, of], weights[:, to, :, k, None])
-        return output.flatten(2).to(x.dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        """Gradients of x, a convolution the other way round, and of w, sums over the channels."""
-        x, weights = ctx.saved_tensors
-        heads, taps = weights.shape[2:]
-        inputs, grads = x.unflatten(2, (heads, -1)), grad_output.unflatten(2, (heads, -1))
-        grad_x = grad_weights = None
-        if ctx.needs_input_grad[0]:
-            total = torch.zeros_like(inputs, dtype=_sum_dtype(x, weights))
-            for k, to, of in _taps(x.shape[1], taps, ctx.left):
-                total[:, of].addcmul_(grads[:, to], weights[:, to, :, k, None])
-            grad_x = total.flatten(2).to(x.dtype)
-        if ctx.needs_input_grad[1]:
-            grad_weights = torch.zeros_like(weights)
-            for k, to, of in _taps(x.shape[1], taps, ctx.left):
-                grad_weights[:, to, :, k] = (grads[:, to] * inputs[:, of]).sum(-1)
-        return grad_x, grad_weights, None
-
-
-def _taps(time: int, taps: int, left: int) -> list[tuple[int, slice, slice]]:
-    """(k, output times, input times) of every tap that overlaps a sentence of that length."""
-    shifts = ((k, k - left) for k in range(taps))
-    return [
-        (k, slice(max(0, -s), time - max(0, s)), slice(max(0, s), time - max(0, -s)))
-        for k, s in shifts
-        if abs(s) < time
-    ]
-
-
-def _sum_dtype(x: Tensor, weights: Tensor) -> torch.dtype:
-    return torch.promote_types(torch.promote_types(x.dtype, weights.dtype), torch.float32)
 
 
 class ConvolutionBlock(nn.Module):
@@ -275,6 +222,16 @@ class Encoder(nn.Module):
         return x
 
 
+class OutputEmbedding(nn.Linear):
+    """Scores of all words, or the loss of those, which then are never all there."""
+
+    def forward(self, x: Tensor, target: Tensor | None = None, smoothing: float = 0.1) -> Tensor:
+        """Scores (batch, time, vocabulary); with the tokens to be scored, their mean loss."""
+        if target is None:
+            return super().forward(x)
+        return projected_loss(x, self.weight, target, smoothing)
+
+
 class Decoder(nn.Module):
     """Embedding, decoder layers with kernels 3, 7, 15, 31, 31, 31, and output embedding."""
 
@@ -283,19 +240,20 @@ class Decoder(nn.Module):
         self.embedding = TokenEmbedding(config.target_vocabulary, config.width, config.dropout)
         kernels = layer_kernels(DECODER_KERNELS, config.decoder_layers)
         self.layers = nn.ModuleList(DecoderLayer(config, kernel) for kernel in kernels)
-        self.output = nn.Linear(config.width, config.target_vocabulary, bias=False)
+        self.output = OutputEmbedding(config.width, config.target_vocabulary, bias=False)
 
-    def forward(self, target: Tensor, memory: Tensor, padding: Tensor) -> Tensor:
-        """Scores of the token after each one of the target, (batch, time, vocabulary)."""
+    def forward(self, target: Tensor, memory: Tensor, padding: Tensor, *scored: Any) -> Tensor:
+        """Scores of the token after each one of the target, or the loss of those `scored`."""
         x = self.embedding(target)
         for layer in self.layers:
             x = layer(x, memory, padding)
-        return self.output(x)
+        return self.output(x, *scored)
 
 
 class DCTransformer(nn.Module):
     """The whole translation model: `model(source, target_in)` gives scores of the next tokens.
 
+    `model(source, target_in, target_out)` gives their label-smoothed loss, in less memory.
     Linear layers start from Xavier's uniform distribution and biases of zero, embeddings from a
     normal one of standard deviation width^-1/2.
     """
@@ -321,10 +279,21 @@ class DCTransformer(nn.Module):
             with torch.no_grad():
                 table.weight[PADDING].zero_()
 
-    def forward(self, source: Tensor, target_in: Tensor) -> Tensor:
-        """Scores (batch, target time, vocabulary) of the tokens that follow `target_in`."""
+    def forward(
+        self,
+        source: Tensor,
+        target_in: Tensor,
+        target_out: Tensor | None = None,
+        smoothing: float = 0.1,
+    ) -> Tensor:
+        """Scores (batch, target time, vocabulary) of the tokens that follow `target_in`.
+
+        With these tokens, `target_out`, their mean loss: `label_smoothed_loss` of the scores.
+        """
         padding = source == PADDING
-        return self.decoder(target_in, self.encoder(source, padding), padding)
+        memory = self.encoder(source, padding)
+        scored = () if target_out is None else (target_out, smoothing)
+        return self.decoder(target_in, memory, padding, *scored)
 
 
 def dc_transformer(
@@ -342,19 +311,3 @@ def dc_transformer(
     """
     config = TransformerConfig(width, encoder_layers, decoder_layers, heads, ffn, **others)
     return DCTransformer(config)
-
-
-def label_smoothed_loss(
-    logits: Tensor, target: Tensor, smoothing: float = 0.1, padding: int = PADDING
-) -> Tensor:
-    """Label-smoothed cross-entropy, averaged over the target tokens that are not padding.
-
-    -(1 - s) log p[target] - (s / V) sum_v log p[v] for each token (Szegedy et al., 2016, section
-    7). Half-precision logits are normalised in FP32.
-    """
-    dtype = torch.promote_types(logits.dtype, torch.float32)
-    log_p = F.log_softmax(logits, dim=-1, dtype=dtype)
-    true = log_p.gather(-1, target[..., None]).squeeze(-1)
-    each = (1.0 - smoothing) * true + smoothing * log_p.mean(-1)
-    kept = target != padding
-    return -each.masked_fill(~kept, 0.0).sum() / kept.sum().clamp(min=1)

@@ -37,5 +37,5 @@ class Board:
         if self._writer is None:
             return
         for name in _SHOWN:
-            if event[name] is not None:
+            if event.get(name) is not None:
                 self._writer.add_scalar(name, event[name], event["step"])

@@ -62,7 +62,8 @@ def capture_step(
         kernels: AbstractContextManager[Any] = CudaKernels() if device == "cuda" else nullcontext()
         with named_failures(recorder), mode, kernels:
             step = apply(Plan.of(plan.techniques), twin, updates, loss=loss)
-            size = None if plan.microbatching is None else plan.microbatching.size
+            micro = plan.microbatching
+            size = None if micro is None else micro.examples_at_once(data)
             examples = examples_of(data) if size is not None else None
             if size is not None and examples is not None and size < examples:
                 data = cut(data, 0, size)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -13,15 +15,16 @@ from ..errors import InputError
 from ..planning.plan import Plan
 from ..progress import working
 from ..records.run import FILE, Event, read
-from ..tasks import ImageTask, load_task
+from ..tasks import ImageTask, TextTask, load_task
 from ..tasks.images import DEVICE_LIMIT_BYTES
 from ..techniques import Checkpointing, Microbatching, Precision, Sparsity
 from ..units import format_count, format_size
 from .display import duration
 from .group import local_device, parallel_for, process_group
+from .job import job_for
 from .loop import train
-from .recipes import recipe_for
-from .settings import Settings, build_model, settings_for
+from .settings import AnySettings, settings_for
+from .text_settings import TextSettings, text_settings_for
 from .trainer import prepare_device
 
 _LIMITS = {"auto": DEVICE_LIMIT_BYTES, "device": 2**62, "host": 0}
@@ -53,13 +56,28 @@ class Call:
     cudnn_benchmark: bool = False
     data_on: str = "auto"
     evaluate_every: int = 1
-    evaluation_batch: int = 1000
+    evaluation_batch: int | None = None
     out: str | None = None
     resume: bool = False
     snapshot_every: int | None = None
     stop_after: str | None = None
     tensorboard: bool = False
     parallel: str | None = None
+    updates: int | None = None
+    warmup: int | None = None
+    dropout: float | None = None
+    average: int | None = None
+    beam: int | None = None
+    length_penalty: float | None = None
+    languages: str | None = None
+    merges: int | None = None
+    predict: bool = True
+
+    @property
+    def for_text(self) -> dict[str, Any]:
+        """What only a translation can be told."""
+        names = ("updates", "warmup", "dropout", "average", "beam", "length_penalty")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def flags(self) -> dict[str, object]:
@@ -77,7 +95,7 @@ class Call:
 class Result:
     """How a run ended."""
 
-    settings: Settings
+    settings: AnySettings
     event: Event
 
     def __str__(self) -> str:
@@ -91,7 +109,13 @@ class Result:
             ("time", duration(end["seconds"])),
             ("folder", end["folder"]),
         ]
-        if end["accuracy"] is not None:
+        if end.get("bleu") is not None:
+            rows[2:2] = [
+                ("validation loss", f"{end['loss']:.4f}"),
+                ("BLEU", f"{end['bleu']:.2f} ({end['bleu_signature']})"),
+                ("exactly right", f"{end['exact_percent']:.1f}% of {end['translated']:,}"),
+            ]
+        if end.get("accuracy") is not None:
             best = f"{end['best_accuracy']:.2f}% after epoch {end['best_epoch']}"
             rows[2:2] = [("accuracy", f"{end['accuracy']:.2f}%"), ("best accuracy", best)]
         if end["event"] == "stopped":
@@ -116,25 +140,12 @@ def start(call: Call) -> Result:
     device = prepare_device(
         local_device(call.device), tf32=call.tf32, benchmark=call.cudnn_benchmark
     )
-    task = load_task(call.data, folder=call.data_dir, split=call.split, seed=call.seed)
-    on_cuda = device.type == "cuda"
-    settings = settings_for(
-        call.model,
-        call.data,
-        images=len(task.images),
-        plan=_plan(call, task, device.type),
-        tune=call.plan is None,
-        epochs=call.epochs,
-        batch=call.batch,
-        learning_rate=call.learning_rate,
-        seed=call.seed,
-        split=call.split,
-        evaluate_every=call.evaluate_every,
-        evaluation_batch=call.evaluation_batch,
-        channels_last=on_cuda if call.channels_last is None else call.channels_last,
-        tf32=call.tf32,
-    )
-    name = f"{call.model.replace(':', '.')}-{call.data}-seed{call.seed}"
+    task = load_task(
+        call.data, folder=call.data_dir, split=call.split, seed=call.seed,
+        languages=call.languages, merges=call.merges,
+    )  # fmt: skip
+    settings = _settings(call, task, device)
+    name = f"{call.model.replace(':', '.')}-{task.name}-seed{call.seed}"
     made = f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     with process_group(device):
         event = train(
@@ -148,8 +159,51 @@ def start(call: Call) -> Result:
             tensorboard=call.tensorboard,
             parallel=parallel,
             device_limit_bytes=_LIMITS[call.data_on],
+            predict=call.predict,
         )
     return Result(settings, event)
+
+
+def _settings(call: Call, task: ImageTask | TextTask, device: torch.device) -> AnySettings:
+    """All that decides what is computed."""
+    shared: dict[str, Any] = {
+        "plan": _plan(call, task, device.type),
+        "tune": call.plan is None,
+        "epochs": call.epochs,
+        "batch": call.batch,
+        "learning_rate": call.learning_rate,
+        "seed": call.seed,
+        "split": call.split,
+        "evaluate_every": call.evaluate_every,
+        "tf32": call.tf32,
+    }
+    if call.evaluation_batch is not None:
+        shared["evaluation_batch"] = call.evaluation_batch
+    if isinstance(task, TextTask):
+        _say_remarks(task)
+        return text_settings_for(call.model, call.data, task, **shared, **call.for_text)
+    given = [name for name, value in call.for_text.items() if value is not None]
+    if given:
+        raise InputError(
+            f"--{given[0].replace('_', '-')} is for translation, and {call.data} is images",
+            hint="--epochs says how long to train on images" if given[0] == "updates" else None,
+        )
+    last = device.type == "cuda" if call.channels_last is None else call.channels_last
+    return settings_for(
+        call.model, call.data, images=len(task.images), channels_last=last, **shared
+    )
+
+
+def _say_remarks(task: TextTask) -> None:
+    """What was met in a text that cannot be trained on as it is."""
+    for part, found in task.notes["remarks"].items():
+        for what, held in found.items():
+            lines = ", ".join(f"{line:,}" for line in held["first_lines"])
+            more = ", …" if held["pairs"] > len(held["first_lines"]) else ""
+            print(
+                f"{task.name}, {part}: {held['pairs']:,} pairs {what} (line {lines}{more})",
+                file=sys.stderr,
+            )
 
 
 def _check_one_plan(call: Call) -> None:
@@ -167,17 +221,19 @@ def _check_one_plan(call: Call) -> None:
         raise InputError("--simulated needs the size of the microbatches", hint="--microbatch 10")
 
 
-def _plan(call: Call, task: ImageTask, device: str) -> Plan:
+def _plan(call: Call, task: ImageTask | TextTask, device: str) -> Plan:
     if call.plan is not None:
         return Plan.load(call.plan)
     if call.budget is not None:
         return _planned_before(call) or _plan_for_budget(call, task, device)
     size, strategy = call.microbatch, call.checkpoint
+    unit = "tokens" if isinstance(task, TextTask) else "examples"
+    micro = None if size is None else Microbatching(size, simulated=call.simulated, unit=unit)
     return Plan(
         sparsity=None if call.density is None else Sparsity(call.density),
         precision=None if call.precision is None else Precision(call.precision),
         checkpointing=None if strategy is None else Checkpointing.parse(strategy),
-        microbatching=None if size is None else Microbatching(size, simulated=call.simulated),
+        microbatching=micro,
     )
 
 
@@ -189,20 +245,24 @@ def _planned_before(call: Call) -> Plan | None:
     return Plan.from_dict(starts[0]["settings"]["plan"]) if starts else None
 
 
-def _plan_for_budget(call: Call, task: ImageTask, device: str) -> Plan:
+def _plan_for_budget(call: Call, task: ImageTask | TextTask, device: str) -> Plan:
     from .planner import plan
 
     assert call.budget is not None
-    size = call.batch or recipe_for(call.data).batch
-    model, loss = build_model(call.model)
-    batch = torch.zeros(size, *task.images.shape[1:]), torch.zeros(size, dtype=torch.int64)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
+    settings = _settings(replace(call, budget=None, allow=None), task, torch.device("cpu"))
+    job = job_for(settings, task, torch.device("cpu"))
+    model, loss = job.model()
+    batch = job.sample()
     with working(f"planning {call.model} for {call.budget}"):
         found = plan(
-            model, batch, loss=loss, optimizer=optimizer, budget=call.budget, allow=call.allow,
-            device=device,
-        )  # fmt: skip
-    return found.plan
+            model, batch, loss=loss, optimizer=job.optimizer(model, torch.device("cpu")),
+            budget=call.budget, allow=call.allow, device=device,
+        ).plan  # fmt: skip
+    micro = found.microbatching
+    if micro is None or not isinstance(task, TextTask):
+        return found
+    tokens = micro.size * batch["source"].shape[1]  # other sentences are longer or shorter
+    return replace(found, microbatching=replace(micro, size=tokens, unit="tokens"))
 
 
 def _at_least_one(name: str, number: int | None) -> int | None:
@@ -211,12 +271,17 @@ def _at_least_one(name: str, number: int | None) -> int | None:
     return number
 
 
-def _updates(text: str | None, task: ImageTask, settings: Settings) -> int | None:
+def _updates(text: str | None, task: ImageTask | TextTask, settings: AnySettings) -> int | None:
     """'3' epochs or '300 steps', as updates."""
     if text is None:
         return None
     match = re.fullmatch(r"([1-9][0-9]*)\s*(epochs?|steps?)?", text.strip())
     if match is None:
         raise InputError(f"cannot read --stop-after {text!r}", hint="3 (epochs) or '300 steps'")
-    each = 1 if (match[2] or "").startswith("step") else len(task.images) // settings.batch
-    return int(match[1]) * each
+    if (match[2] or "").startswith("step"):
+        return int(match[1])
+    if isinstance(settings, TextSettings):
+        assert isinstance(task, TextTask)
+        return int(match[1]) * settings.steps_per_epoch(task)
+    assert isinstance(task, ImageTask)
+    return int(match[1]) * (len(task.images) // settings.batch)

@@ -18,12 +18,12 @@ LINE_SECONDS = 15.0
 
 
 class Display:
-    """Loss, accuracy, time left and measured peak; asking for the loss waits for the device."""
+    """Loss, score, time left and measured peak; asking for the loss waits for the device."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._first_done, self._started = trainer.done, time.monotonic()
-        self._accuracy = ""
+        self._score = ""
         self._bar: Any = None
         self._silent = rank() > 0
         on_terminal = sys.stderr.isatty() and not self._silent
@@ -55,10 +55,10 @@ class Display:
 
     def evaluated(self, event: Event) -> None:
         """A line for every evaluation, in both kinds."""
-        self._accuracy = f"accuracy {event['accuracy']:.2f}% (best {event['best_accuracy']:.2f}%)"
+        self._score = self._trainer.job.shown(event)
         self._say(
-            f"epoch {event['epoch']}/{self._trainer.settings.epochs} · "
-            f"loss {event['train_loss']:.4f} · {self._accuracy} · {self._rest()}"
+            f"epoch {event['epoch']}/{self._trainer.epochs} · "
+            f"loss {event['train_loss']:.4f} · {self._score} · {self._rest()}"
         )
         self._next = time.monotonic() + self._interval
 
@@ -66,9 +66,9 @@ class Display:
         """The state between evaluations."""
         trainer = self._trainer
         self._next = time.monotonic() + self._interval
-        parts = [f"loss {trainer.train_loss():.4f}", self._accuracy, self._rest()]
+        parts = [f"loss {trainer.train_loss():.4f}", self._score, self._rest()]
         text = " · ".join(part for part in parts if part)
-        epoch = f"{trainer.epoch}/{trainer.settings.epochs}"
+        epoch = f"{trainer.epoch}/{trainer.epochs}"
         if self._bar is not None:
             self._bar.update(self._task, completed=trainer.done, description=text, epoch=epoch)
         else:

@@ -15,13 +15,14 @@ import torch
 
 from ..errors import TrainingStopped
 from ..records.run import Event, Records, Unwritten, provenance
-from ..tasks.images import DEVICE_LIMIT_BYTES, ImageTask
+from ..tasks import ImageTask, TextTask
+from ..tasks.images import DEVICE_LIMIT_BYTES
 from . import snapshot
 from .board import Board
 from .display import Display
 from .folder import run_folder
 from .group import from_all, largest, on_first, rank, ranks
-from .settings import Settings
+from .settings import AnySettings
 from .trainer import Trainer
 
 ASK_EVERY = 10
@@ -32,8 +33,8 @@ SNAPSHOT_SECONDS = 60.0
 
 
 def train(
-    settings: Settings,
-    task: ImageTask,
+    settings: AnySettings,
+    task: ImageTask | TextTask,
     out: str | Path,
     *,
     device: torch.device,
@@ -43,6 +44,7 @@ def train(
     tensorboard: bool = False,
     parallel: str | None = None,
     device_limit_bytes: int = DEVICE_LIMIT_BYTES,
+    predict: bool = True,
 ) -> Event:
     """Train to the end, or go on to it; returns the last event, with the summary.
 
@@ -56,7 +58,7 @@ def train(
             settings,
             task,
             device,
-            predict=state is None,
+            predict=predict and state is None,
             parallel=parallel,
             device_limit_bytes=device_limit_bytes,
         )
@@ -70,9 +72,8 @@ def train(
         ):
             while trainer.done < last:
                 trainer.advance()
-                if trainer.at_end_of_epoch and (
-                    trainer.epoch % settings.evaluate_every == 0 or trainer.done == trainer.updates
-                ):
+                ended = trainer.at_end_of_epoch and trainer.epoch % settings.evaluate_every == 0
+                if ended or trainer.done == trainer.updates:
                     _check(trainer, folder)
                     event = records.write("evaluation", **trainer.evaluate())
                     display.evaluated(event)
@@ -81,6 +82,9 @@ def train(
                     if ranks() == 1:  # the others do not know that it is time
                         _check(trainer, folder)
                     display.show()
+                if trainer.keeps_weights:
+                    _check(trainer, folder)
+                    _keep_weights(folder, trainer)
                 ending = _agreed(asked[0] if asked else 0, trainer)
                 if snapshot_every is None:
                     due = _agreed(int(time.monotonic() - saved >= SNAPSHOT_SECONDS), trainer)
@@ -116,12 +120,15 @@ def _records(folder: Path, trainer: Trainer, state: dict[str, Any] | None) -> It
             records.write("resume", step=trainer.done, host=host)
         else:
             records.truncate(0)
+            on_first(lambda: trainer.job.begin(folder))
+            about = {} if trainer.job.notes is None else {"data": trainer.job.notes}
             records.write(
                 "start",
                 settings=trainer.settings.as_dict(),
                 parameters=trainer.parameters,
                 updates=trainer.updates,
                 predicted=trainer.predicted,
+                **about,
                 host=host,
             )
         yield records
@@ -130,6 +137,12 @@ def _records(folder: Path, trainer: Trainer, state: dict[str, Any] | None) -> It
 def _save(folder: Path, trainer: Trainer, records: Records) -> None:
     state = {**trainer.state_dict(), "records_bytes": records.size_bytes}
     on_first(lambda: snapshot.save(folder, trainer.done, state))
+
+
+def _keep_weights(folder: Path, trainer: Trainer) -> None:
+    state = {"model": trainer.step.state_dict()["model"]}
+    keep = trainer.job.weights_kept
+    on_first(lambda: snapshot.save(folder, trainer.done, state, kind="weights", keep=keep))
 
 
 def _check(trainer: Trainer, folder: Path) -> None:
@@ -150,16 +163,14 @@ def _finish(trainer: Trainer, records: Records, folder: Path) -> Event:
     measured = {
         "step": trainer.done,
         "epoch": trainer.epoch,
-        "accuracy": trainer.accuracy,
-        "best_accuracy": trainer.best_accuracy,
-        "best_epoch": trainer.best_epoch,
+        **trainer.scores(),
         "predicted": trainer.predicted,
         "measured_peak_bytes": trainer.measured_peak_bytes,
         "seconds": round(trainer.total_seconds, 3),
     }
     if trainer.done < trainer.updates:
         return {"event": "stopped", "folder": str(folder), **measured}
-    end = records.write("end", **measured)
+    end = records.write("end", **measured, **trainer.finish(folder))
     return {**end, "folder": str(folder)}
 
 

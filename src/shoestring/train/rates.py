@@ -12,8 +12,8 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 class Rates:
     """While a step runs, the optimizer's learning rates are tensors, filled before it.
 
-    Only where the update is a fused kernel, which reads them there: in 16 bits Adam, AdamW, and SGD
-    without noise. Schedulers see the numbers they set.
+    Only where the update reads them there: Adam and AdamW in 16 bits or where they are capturable,
+    and in 16 bits SGD without noise. Schedulers see the numbers they set.
     """
 
     def __init__(self, optimizer: Optimizer, precision: str, *, noisy: bool = False) -> None:
@@ -22,7 +22,8 @@ class Rates:
 
     def _fused(self) -> bool:
         if isinstance(self._optimizer, (Adam, AdamW)):
-            return self._precision in ("fp16", "bf16")
+            captured = all(group["capturable"] for group in self._optimizer.param_groups)
+            return self._precision in ("fp16", "bf16") or captured
         return (
             type(self._optimizer) is SGD
             and self._precision == "fp16"

@@ -15,8 +15,48 @@ from ..trace.capture import Loss
 from .recipes import Multipliers, base_name, learning_rate_at, recipe_for, rewiring_schedule
 
 
+class AnySettings:
+    """What the settings of every kind of data share."""
+
+    model: str
+    data: str
+    split: str
+    plan: Plan
+    batch: int
+    seed: int
+    learning_rate: float
+    evaluate_every: int
+    channels_last: bool
+
+    def check_counts(self, *names: str) -> None:
+        """InputError for a count below 1, a seed or a learning rate that cannot be."""
+        for name in names:
+            if getattr(self, name) < 1:
+                raise InputError(f"{name.replace('_', ' ')} {getattr(self, name)} is below 1")
+        if not 0 <= self.seed < 2**63:
+            raise InputError(f"seed {self.seed} is not a whole number from 0")
+        if not self.learning_rate > 0:
+            raise InputError(f"learning rate {self.learning_rate:g} is not above 0")
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, the same after a round through JSON."""
+        values = asdict(self)  # type: ignore[call-overload]
+        plain = {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
+        return {**plain, "plan": self.plan.to_dict()}
+
+    def check_same(self, other: dict[str, Any]) -> None:
+        """InputError if a run that began with `other` cannot go on with these."""
+        mine = self.as_dict()
+        for name in mine.keys() | other.keys():
+            if mine.get(name) != other.get(name):
+                raise InputError(
+                    f"the run has {name.replace('_', ' ')} {other.get(name)}, not {mine.get(name)}",
+                    hint="resume with the settings it began with, or start in another folder",
+                )
+
+
 @dataclass(frozen=True)
-class Settings:
+class Settings(AnySettings):
     """A model, its data, how it is trained, and under which plan."""
 
     model: str
@@ -39,34 +79,13 @@ class Settings:
     tf32: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "batch", "evaluate_every", "evaluation_batch"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name.replace('_', ' ')} {getattr(self, name)} is below 1")
-        if not 0 <= self.seed < 2**63:
-            raise InputError(f"seed {self.seed} is not a whole number from 0")
-        if not self.learning_rate > 0:
-            raise InputError(f"learning rate {self.learning_rate:g} is not above 0")
+        self.check_counts("epochs", "batch", "evaluate_every", "evaluation_batch")
 
     def learning_rate_at(self, epoch: int) -> float:
         """Of an epoch counted from 0."""
         return learning_rate_at(
             epoch, self.epochs, self.learning_rate, self.drops, self.drop_factor
         )
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values, the same after a round through JSON."""
-        values = {**asdict(self), "plan": self.plan.to_dict(), "drops": list(self.drops)}
-        return values
-
-    def check_same(self, other: dict[str, Any]) -> None:
-        """InputError if a run that began with `other` cannot go on with these."""
-        mine = self.as_dict()
-        for name in mine.keys() | other.keys():
-            if mine.get(name) != other.get(name):
-                raise InputError(
-                    f"the run has {name.replace('_', ' ')} {other.get(name)}, not {mine.get(name)}",
-                    hint="resume with the settings it began with, or start in another folder",
-                )
 
 
 def settings_for(
@@ -94,7 +113,7 @@ def settings_for(
     density = 1.0 if plan.sparsity is None else plan.sparsity.density
     multipliers = recipe.multipliers(base_name(model), density)
     if tune:
-        plan = _tuned(plan, multipliers, epochs * (images // max(batch, 1)), seed)
+        plan = tuned(plan, multipliers, epochs * (images // max(batch, 1)), seed)
     if learning_rate is None:
         learning_rate = recipe.learning_rate * multipliers.learning_rate
     return Settings(
@@ -113,7 +132,7 @@ def settings_for(
     )
 
 
-def _tuned(plan: Plan, multipliers: Multipliers, updates: int, seed: int) -> Plan:
+def tuned(plan: Plan, multipliers: Multipliers, updates: int, seed: int) -> Plan:
     """The same techniques with the run's seed, and rewiring as the report tuned it."""
     sparsity, precision = plan.sparsity, plan.precision
     if sparsity is not None:

@@ -54,9 +54,11 @@ def cut_evenly(examples: int, parts: int, unit: int = 1) -> list[tuple[int, int]
     return list(pairwise(bounds))
 
 
-def shares_of(examples: int, parallel: Parallel, plan: Plan) -> list[tuple[int, int]]:
-    """Which examples of a minibatch each rank runs."""
-    unit = 1 if plan.microbatching is None else plan.microbatching.size
+def shares_of(
+    examples: int, parallel: Parallel, plan: Plan, batch: Any = None
+) -> list[tuple[int, int]]:
+    """Which examples of a minibatch each rank runs; the batch where tokens make microbatches."""
+    unit = 1 if plan.microbatching is None else plan.microbatching.examples_at_once(batch)
     uneven = -(-examples // unit) % ranks() != 0
     return cut_evenly(examples, ranks(), 1 if uneven and _needs_as_many(parallel, plan) else unit)
 
@@ -78,20 +80,21 @@ class Shares:
         self._parallel, self._plan = parallel, plan
         micro = plan.microbatching
         self._whole = parallel.batches == "whole"
-        self._unit = 1 if micro is None else micro.size
+        self._micro = micro
         self._units = parallel.weight or ("examples" if micro is None else micro.weight)
         self._together = _needs_as_many(parallel, plan)
 
     def __call__(self, batch: Any) -> Iterator[tuple[Any, float | torch.Tensor]]:
         examples = examples_of(batch) or 0
         total = self._count(batch, (0, examples))
+        unit = 1 if self._micro is None else self._micro.examples_at_once(batch)
         if self._whole:
-            shares = shares_of(examples, self._parallel, self._plan)
+            shares = shares_of(examples, self._parallel, self._plan, batch)
         else:
             shares = [(0, examples)] * ranks()
             total = _over_ranks(total, dist.ReduceOp.SUM)
         sizes = [stop - start for start, stop in shares]
-        count = self._microbatches(max(sizes))
+        count = self._microbatches(max(sizes), unit)
         if min(sizes) < count:  # said on all ranks, before one waits for another
             raise InputError(
                 f"a minibatch of {examples} has no {count} microbatches for each of {ranks()} ranks"
@@ -100,16 +103,16 @@ class Shares:
                 hint="a larger minibatch, larger microbatches or fewer ranks",
             )
         first, last = shares[rank()]
-        unit = self._unit if -(-(last - first) // self._unit) == count else 1
+        unit = unit if -(-(last - first) // unit) == count else 1
         for start, stop in cut_evenly(last - first, count, unit):
             part = (first + start, first + stop)
             yield cut(batch, *part), self._count(batch, part) / total
 
-    def _microbatches(self, examples: int) -> int:
+    def _microbatches(self, examples: int, unit: int) -> int:
         """How many parts every rank makes of its share; 1 leaves the cutting to microbatching."""
         if not self._together:
             return 1
-        count = -(-examples // self._unit)
+        count = -(-examples // unit)
         return count if self._whole else int(_over_ranks(count, dist.ReduceOp.MAX))
 
     def _count(self, batch: Any, part: tuple[int, int]) -> float | torch.Tensor:

@@ -24,16 +24,21 @@ from ..units import format_size
 KEPT = 2
 _DIGITS = 16
 """Hexadecimal ones of the checksum: 64 bits."""
-_NAME = re.compile(rf"snapshot-(\d{{9}})-([0-9a-f]{{{_DIGITS}}})\.pt")
+_NAME = re.compile(rf"(?:snapshot|weights)-(\d{{9}})-([0-9a-f]{{{_DIGITS}}})\.pt")
 _TEMPORARY = ".snapshot.partial"
 
 
-def save(folder: Path, step: int, state: dict[str, Any]) -> Path:
-    """Write the state of after `step` updates; the one before stays until this one is durable."""
+def save(
+    folder: Path, step: int, state: dict[str, Any], *, kind: str = "snapshot", keep: int = KEPT
+) -> Path:
+    """Write the state of after `step` updates; the one before stays until this one is durable.
+
+    `kind` is "snapshot", or "weights" for the model alone, which is averaged in the end.
+    """
     buffer = io.BytesIO()
     torch.save(state, buffer)
     data = buffer.getbuffer()
-    path = folder / f"snapshot-{step:09d}-{_checksum(data)}.pt"
+    path = folder / f"{kind}-{step:09d}-{_checksum(data)}.pt"
     temporary = folder / _TEMPORARY
     try:
         with temporary.open("wb") as file:
@@ -52,7 +57,9 @@ def save(folder: Path, step: int, state: dict[str, Any]) -> Path:
             f"{kept}",
             hint="make room and go on with --resume",
         ) from error
-    for old in found(folder)[:-KEPT]:
+    held = found(folder, kind)
+    again = [old for old in held if old != path and old.name.startswith(f"{kind}-{step:09d}-")]
+    for old in (*again, *[one for one in held if one not in again][:-keep]):
         old.unlink(missing_ok=True)
     return path
 
@@ -91,9 +98,9 @@ def load(path: Path) -> dict[str, Any]:
         raise InputError(f"{path} cannot be read: {str(error).splitlines()[0]}") from None
 
 
-def found(folder: Path) -> list[Path]:
+def found(folder: Path, kind: str = "snapshot") -> list[Path]:
     """The snapshots of a folder, the newest last."""
-    paths = [path for path in folder.glob("snapshot-*.pt") if _NAME.fullmatch(path.name)]
+    paths = [path for path in folder.glob(f"{kind}-*.pt") if _NAME.fullmatch(path.name)]
     return sorted(paths, key=lambda path: path.name)
 
 

@@ -7,24 +7,27 @@ import os
 import random
 import time
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from ..errors import InputError, ShoestringError
 from ..profiling import profile
-from ..tasks.images import DEVICE_LIMIT_BYTES, Feed, ImageTask
+from ..tasks import ImageTask, TextTask
+from ..tasks.images import DEVICE_LIMIT_BYTES
+from ..techniques.batches import map_tensors, tensors_of
+from . import snapshot
 from .apply import Step, apply
-from .distributed import add_over_ranks, average_statistics, own_tensors
-from .group import from_all, largest, rank, ranks
+from .distributed import average_statistics, own_tensors
+from .group import from_all, largest, on_first, rank, ranks
+from .job import job_for
 from .predict import predict_step
-from .settings import Settings, build_model
-from .shares import Parallel, cut_evenly, shares_of
+from .settings import AnySettings
 
 MEASURED_UPDATE = 2
-"""The third: optimizer state exists, and on CUDA the step is captured."""
+"""The third: optimizer state exists, and on CUDA the step is captured. Other shapes follow."""
 
 _TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -34,8 +37,8 @@ class Trainer:
 
     def __init__(
         self,
-        settings: Settings,
-        task: ImageTask,
+        settings: AnySettings,
+        task: ImageTask | TextTask,
         device: torch.device,
         *,
         predict: bool = True,
@@ -44,68 +47,56 @@ class Trainer:
     ) -> None:
         self.settings, self.device = settings, device
         self.parallel = None if ranks() == 1 else parallel or "ddp"
-        shared = None if self.parallel is None else Parallel(self.parallel, batches="shares")
-        shares = [(0, settings.batch)]
-        if shared is not None:
-            shares = shares_of(settings.batch, shared, settings.plan)
-        most = max(stop - start for start, stop in shares)
-        kind = "fp32" if settings.plan.precision is None else settings.plan.precision.kind
-        self._dtype = _TYPES[kind]
-        seed_streams(settings.seed)
-        model, self.loss = build_model(settings.model)
-        self.parameters = sum(p.numel() for p in model.parameters())
-        self.predicted = self._predict(model, task, most) if predict else {}
-        layout = torch.channels_last if settings.channels_last else torch.preserve_format
-        model.to(device, memory_format=layout)  # type: ignore[call-overload]
-        optimizer = _sgd(settings, model, fused=device.type == "cuda")
-        self.step: Step = apply(settings.plan, model, optimizer, loss=self.loss, parallel=shared)
-        separate_streams(settings.seed)
-        self.feed = Feed(
+        self.job = job_for(
+            settings,
             task,
-            settings.batch,
-            seed=settings.seed,
-            share=shares[rank()],
-            device=device,
-            dtype=self._dtype,
-            channels_last=settings.channels_last,
+            device,
+            parallel=self.parallel,
             device_limit_bytes=device_limit_bytes,
         )
-        self.updates = settings.epochs * self.feed.steps_per_epoch
+        self.feed, self.updates = self.job.feed, self.job.updates
+        seed_streams(settings.seed)
+        model, self.loss = self.job.model()
+        self.parameters = sum(p.numel() for p in model.parameters())
+        self.predicted = self._predict(model) if predict else {}
+        layout = torch.channels_last if settings.channels_last else torch.preserve_format
+        model.to(device, memory_format=layout)  # type: ignore[call-overload]
+        optimizer = self.job.optimizer(model, device)
+        self.step: Step = apply(
+            self.job.plan, model, optimizer, loss=self.loss, parallel=self.job.parallel
+        )
+        separate_streams(settings.seed)
         self.done = 0
         """Updates so far."""
-        self.accuracy: float | None = None
-        """Of the last evaluation, in percent."""
-        self.best_accuracy, self.best_epoch = 0.0, 0
+        self.score: float | None = None
+        """Of the last evaluation: accuracy in percent, or whatever the job goes by."""
+        self.best_score: float | None = None
+        self.best_epoch = 0
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         """Since the last evaluation; it stays on the device."""
         self.loss_count = 0
         self.measured_peak_bytes = 0
         """Of the training so far, without the data set."""
+        self._measured: list[str] = []
+        """Shapes of the batches that were."""
         self.seconds = 0.0
         """Spent by those who trained before this one."""
         self._started = time.monotonic()
 
-    def _predict(
-        self, model: torch.nn.Module, task: ImageTask, examples: int
-    ) -> dict[str, int | None]:
-        """Both peaks of so many examples, before anything is allocated; None where unknown."""
-        settings = self.settings
-        optimizer = _sgd(settings, model, fused=False)
-        images = torch.zeros(examples, *task.images.shape[1:])
-        batch = images, torch.zeros(examples, dtype=torch.int64)
+    def _predict(self, model: torch.nn.Module) -> dict[str, int | None]:
+        """Both peaks of the largest batch, before anything is allocated; None where unknown."""
+        plan, batch = self.job.plan, self.job.sample()
+        optimizer = self.job.optimizer(model, torch.device("cpu"))
         made: dict[str, int | None] = {"fundamental_peak_bytes": None, "step_peak_bytes": None}
         if self.parallel == "fsdp":
             return made
         with suppress(ShoestringError):  # microbatches that do not divide the batch, for one
             made["fundamental_peak_bytes"] = profile(
-                model,
-                batch,
-                loss=self.loss,
-                optimizer=optimizer,
-                techniques=settings.plan.techniques,
+                model, batch, loss=self.loss, optimizer=optimizer, techniques=plan.techniques
             ).peak_bytes
-        batch = images.to(self._dtype), batch[1]  # as it will be fed
-        step = predict_step(settings.plan, model, batch, loss=self.loss, optimizer=optimizer)
+        kind = _TYPES["fp32" if plan.precision is None else plan.precision.kind]
+        fed = map_tensors(lambda t: t.to(kind) if t.is_floating_point() else t, batch)
+        step = predict_step(plan, model, fed, loss=self.loss, optimizer=optimizer)
         made["step_peak_bytes"] = step.peak_bytes
         return made
 
@@ -113,6 +104,11 @@ class Trainer:
     def epoch(self) -> int:
         """Whole epochs done."""
         return self.done // self.feed.steps_per_epoch
+
+    @property
+    def epochs(self) -> int:
+        """Until the last update; the last may end early."""
+        return -(-self.updates // self.feed.steps_per_epoch)
 
     @property
     def at_end_of_epoch(self) -> bool:
@@ -127,13 +123,16 @@ class Trainer:
     def advance(self) -> None:
         """One update; nothing here waits for the device."""
         epoch, number = divmod(self.done, self.feed.steps_per_epoch)
-        rate = self.settings.learning_rate_at(epoch)
+        rate = self.job.learning_rate(self.done)
         for group in self.step.optimizer.param_groups:
             if group["lr"] != rate:
                 group["lr"] = rate
         batch = self.feed.batch(epoch, number)
-        if self.done == min(MEASURED_UPDATE, self.updates - 1) and self.step.measurable:
+        shapes = str([list(tensor.shape) for tensor in tensors_of(batch)])
+        measured = shapes in self._measured or self.done < min(MEASURED_UPDATE, self.updates - 1)
+        if not measured and self.step.measurable:
             self._note_peak(self.step.measure(batch).peak_bytes)
+            self._measured.append(shapes)
             loss = self.step.loss
         else:
             loss = self.step(batch)
@@ -174,7 +173,7 @@ class Trainer:
         return None
 
     def evaluate(self) -> dict[str, Any]:
-        """Accuracy and loss on the held-out images, in one wait; the fields of an event."""
+        """What the job says of the held-out data, and of the run; the fields of an event."""
         if self.device.type == "cuda":
             peak_bytes = max(torch.cuda.max_memory_allocated(), self.step.captured_peak_bytes)
             self._note_peak(peak_bytes)
@@ -182,31 +181,19 @@ class Trainer:
         model = self.step.model
         average_statistics(model)
         model.eval()
-        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
-        count = 0
         with torch.no_grad():
-            for images, labels in self.feed.held_out(self.settings.evaluation_batch):
-                count += len(labels)
-                mine = slice(*cut_evenly(len(labels), ranks())[rank()])
-                scores, own_labels = model(images[mine]).float(), labels[mine]
-                right = (scores.argmax(1) == own_labels).sum()
-                loss = F.cross_entropy(scores, own_labels, reduction="sum")
-                sums += torch.stack([right, loss])
+            found = self.job.evaluate(model)
         model.train()
-        if ranks() > 1:
-            add_over_ranks([sums])
-        right, loss = (sums / count).tolist()
-        self.accuracy = round(100 * right, 4)
-        if self.accuracy > self.best_accuracy:
-            self.best_accuracy, self.best_epoch = self.accuracy, self.epoch
+        self.score = found[self.job.score]
+        if self.best_score is None or self._better(self.score, self.best_score):
+            self.best_score, self.best_epoch = self.score, self.epoch
         made = {
             "epoch": self.epoch,
             "step": self.done,
             "learning_rate": self.step.optimizer.param_groups[0]["lr"],
             "train_loss": self.train_loss(),
-            "loss": loss,
-            "accuracy": self.accuracy,
-            "best_accuracy": self.best_accuracy,
+            **found,
+            f"best_{self.job.score}": self.best_score,
             "best_epoch": self.best_epoch,
             "loss_scale": self.loss_scale(),
             "measured_peak_bytes": self.measured_peak_bytes,
@@ -220,6 +207,28 @@ class Trainer:
         self.loss_count = 0
         return made
 
+    def _better(self, one: float, other: float) -> bool:
+        return one > other if self.job.higher_is_better else one < other
+
+    def scores(self) -> dict[str, Any]:
+        """The last and the best, for the end of a run."""
+        name = self.job.score
+        best = {f"best_{name}": self.best_score, "best_epoch": self.best_epoch}
+        return {name: self.score, **best}
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether the weights of now go into the average at the end."""
+        last = self.updates // self.feed.steps_per_epoch
+        return self.at_end_of_epoch and self.epoch > last - self.job.weights_kept
+
+    def finish(self, folder: Path) -> dict[str, Any]:
+        """What the job does when all is done; not with a model in parts."""
+        if self.parallel == "fsdp":
+            return {}
+        kept = snapshot.found(folder, "weights")
+        return on_first(lambda: self.job.finish(self.step.model, folder, kept))
+
     def state_dict(self) -> dict[str, Any]:
         """Everything a run needs to go on, bit for bit."""
         return {
@@ -228,10 +237,11 @@ class Trainer:
             "step": self.step.state_dict(),
             "random": from_all(random_state()),
             "done": self.done,
-            "accuracy": [self.accuracy, self.best_accuracy, self.best_epoch],
+            "score": [self.score, self.best_score, self.best_epoch],
             "loss_sum": self.loss_sum.cpu(),
             "loss_count": self.loss_count,
             "measured_peak_bytes": self.measured_peak_bytes,
+            "measured_shapes": list(self._measured),
             "seconds": self.total_seconds,
         }
 
@@ -239,20 +249,34 @@ class Trainer:
         """Go on from there."""
         self.settings.check_same(state["settings"])
         self.predicted = state["predicted"]
-        self.step.load_state_dict(state["step"])
-        for group in self.step.optimizer.param_groups:
-            group["fused"] = self.device.type == "cuda"  # the snapshot may come from elsewhere
+        self._load_step(state["step"])
         if len(state["random"]) == ranks() or rank() == 0:
             set_random_state(state["random"][rank()])
         else:
             separate_streams(self.settings.seed, state["done"])
         self.done = state["done"]
-        self.accuracy, self.best_accuracy, self.best_epoch = state["accuracy"]
+        self.score, self.best_score, self.best_epoch = state["score"]
         self.loss_sum.copy_(state["loss_sum"])
         self.loss_count = state["loss_count"]
         self.measured_peak_bytes = state["measured_peak_bytes"]
+        self._measured = list(state["measured_shapes"])
         self.seconds = state["seconds"]
         self._started = time.monotonic()
+
+    def _load_step(self, state: dict[str, Any]) -> None:
+        """The snapshot may come from another device: kernels stay those of this one."""
+        optimizer = self.step.optimizer
+        own = [{k: g.get(k) for k in _KERNELS if k in g} for g in optimizer.param_groups]
+        self.step.load_state_dict(state)
+        for group, kernels in zip(optimizer.param_groups, own, strict=True):
+            group.update(kernels)
+            for parameter in group["params"]:
+                held = optimizer.state.get(parameter, {})
+                if isinstance(held.get("step"), torch.Tensor) and kernels.get("fused"):
+                    held["step"] = held["step"].to(parameter.device)
+
+
+_KERNELS = ("fused", "capturable")
 
 
 def separate_streams(seed: int, *more: int) -> None:
@@ -260,17 +284,6 @@ def separate_streams(seed: int, *more: int) -> None:
     if rank() > 0:
         state = np.random.SeedSequence([seed, rank(), *more]).generate_state(1, np.uint64)
         torch.manual_seed(int(state[0] >> np.uint64(1)))
-
-
-def _sgd(settings: Settings, model: torch.nn.Module, *, fused: bool) -> torch.optim.SGD:
-    return torch.optim.SGD(
-        model.parameters(),
-        lr=settings.learning_rate_at(0),
-        momentum=settings.momentum,
-        weight_decay=settings.weight_decay,
-        nesterov=settings.momentum > 0,
-        fused=fused,
-    )
 
 
 def prepare_device(name: str | None, *, tf32: bool, benchmark: bool) -> torch.device:

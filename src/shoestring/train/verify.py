@@ -99,12 +99,13 @@ def _batches(batches: Iterable[Any], steps: int) -> list[Any]:
 def _circumstances(
     plan: Plan, model: nn.Module, optimizer: Optimizer, data: list[Any], plain: _Trained
 ) -> Circumstances:
-    size = None if plan.microbatching is None else plan.microbatching.size
+    micro = plan.microbatching
     return Circumstances(
         device=next(model.parameters()).device.type,
         batch_norm=any(is_normalization(m) and m.training for m in model.modules()),
         drawn=any(state != plain.streams[0] for state in plain.streams),
-        split=size is not None and any((examples_of(batch) or 0) > size for batch in data),
+        split=micro is not None
+        and any((examples_of(batch) or 0) > micro.examples_at_once(batch) for batch in data),
         linear=isinstance(optimizer, torch.optim.SGD),
     )
 

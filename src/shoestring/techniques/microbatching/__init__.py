@@ -12,6 +12,7 @@ import torch
 from ...errors import InputError, NoEffectWarning
 from ...trace.graph import Trace
 from ..base import Setup
+from ..batches import tensors_of
 from .accumulate import Compensated
 from .simulate import GroupedNormalization
 from .split import cut, examples_of
@@ -23,6 +24,8 @@ Units = Callable[[Any], float | torch.Tensor]
 class Microbatching:
     """Run `size` examples at once; a last microbatch may be smaller and weighs less.
 
+    With the unit "tokens" `size` counts positions: as many sentences as fit, padded as they are in
+    the minibatch, and at least one.
     `weight` says what the loss is averaged over: "examples", or a function from a part to its
     number of units (tokens, for instance). `accumulate="compensated"` adds gradients with Kahan's
     correction. `simulated` runs the whole minibatch at once, normalized in groups of `size`.
@@ -32,8 +35,13 @@ class Microbatching:
     weight: str | Units = "examples"
     accumulate: str = "parameter"
     simulated: bool = False
+    unit: str = "examples"
 
     def __post_init__(self) -> None:
+        if self.unit not in ("examples", "tokens"):
+            raise InputError(
+                f"unknown microbatch unit {self.unit!r}", hint="'examples' or 'tokens'"
+            )
         if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size < 1:
             raise InputError(
                 f"microbatch {self.size!r} is not a whole number from 1",
@@ -48,11 +56,20 @@ class Microbatching:
             raise InputError(
                 f"unknown accumulation {self.accumulate!r}", hint="'parameter' or 'compensated'"
             )
+        if self.simulated and self.unit == "tokens":
+            raise InputError("microbatches of tokens are not simulated", hint="unit='examples'")
         if self.simulated and self.accumulate == "compensated":
             raise InputError(
                 "simulated microbatches accumulate nothing to compensate",
                 hint="leave out simulated=True or accumulate='compensated'",
             )
+
+    def examples_at_once(self, batch: Any) -> int:
+        """Of this batch: `size` itself, or as many as have so many tokens."""
+        if self.unit == "examples":
+            return self.size
+        lengths = [tensor.shape[1] for tensor in tensors_of(batch) if tensor.dim() > 1]
+        return max(self.size // max(lengths, default=1), 1)
 
     def check_size(self, batch_size: int) -> None:
         """For a prediction the minibatch must be a whole number of microbatches."""
@@ -68,8 +85,9 @@ class Microbatching:
         examples = examples_of(batch)
         if examples is None:
             return batch
-        self.check_size(examples)
-        return batch if self.simulated else cut(batch, 0, self.size)
+        if self.unit == "examples":
+            self.check_size(examples)
+        return batch if self.simulated else cut(batch, 0, self.examples_at_once(batch))
 
     def predict(self, trace: Trace) -> Trace:
         """The trace is of one microbatch already; compensation is one more tensor per gradient."""
@@ -104,24 +122,25 @@ class _Split:
     """batch → microbatches with weights that add up to one."""
 
     def __init__(self, technique: Microbatching, before: Callable[[Any], Any]) -> None:
-        self._size, self._weight, self._before = technique.size, technique.weight, before
+        self._technique, self._weight, self._before = technique, technique.weight, before
 
     def __call__(self, batch: Any) -> Any:
         for whole, share in self._before(batch):
             examples = examples_of(whole)
-            if examples is None or examples <= self._size:
+            size = self._technique.examples_at_once(whole)
+            if examples is None or examples <= size:
                 yield whole, share
                 continue
-            starts = range(0, examples, self._size)
-            parts = [cut(whole, start, min(start + self._size, examples)) for start in starts]
-            for part, weight in zip(parts, self._weights(parts, examples), strict=True):
+            starts = range(0, examples, size)
+            parts = [cut(whole, start, min(start + size, examples)) for start in starts]
+            for part, weight in zip(parts, self._weights(parts, examples, size), strict=True):
                 if isinstance(weight, torch.Tensor) or weight != 0:  # no unit: its mean is 0/0
                     yield part, weight if share is None else weight * share
 
-    def _weights(self, parts: list[Any], examples: int) -> list[float | torch.Tensor]:
+    def _weights(self, parts: list[Any], examples: int, size: int) -> list[float | torch.Tensor]:
         if not callable(self._weight):
-            last = examples - (len(parts) - 1) * self._size
-            return [size / examples for size in [self._size] * (len(parts) - 1) + [last]]
+            last = examples - (len(parts) - 1) * size
+            return [held / examples for held in [size] * (len(parts) - 1) + [last]]
         units = [_wide(self._weight(part)) for part in parts]
         total = sum(units)
         if not isinstance(total, torch.Tensor) and not total > 0:

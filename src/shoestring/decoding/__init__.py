@@ -1,0 +1,1 @@
+"""Translations: a beam of hypotheses, one position at a time, and how good they are."""

@@ -1,0 +1,237 @@
+"""Text from folders: what is read, what is counted, what is refused."""
+
+import gzip
+import lzma
+import os
+
+import pytest
+
+from shoestring.errors import InputError
+from shoestring.tasks import load_task, load_text
+from shoestring.tasks.corpus import is_split, joined, read_corpus
+from shoestring.tasks.text import encoded
+
+DE = ["ein mann", "eine frau läuft", "ein hund", "zwei hunde laufen", "ein kind"]
+EN = ["a man", "a woman runs", "a dog", "two dogs run", "a child"]
+
+
+def write(folder, name, lines, end="\n"):
+    path = folder / name
+    data = "".join(line + end for line in lines).encode()
+    if name.endswith(".xz"):
+        data = lzma.compress(data)
+    elif name.endswith(".gz"):
+        data = gzip.compress(data)
+    path.write_bytes(data)
+
+
+@pytest.fixture
+def text(tmp_path):
+    for part in ("train", "valid", "test"):
+        write(tmp_path, f"{part}.de", DE)
+        write(tmp_path, f"{part}.en", EN)
+    return tmp_path
+
+
+def remarks(task, part="train"):
+    return task.notes["remarks"].get(part, {})
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("SHOESTRING_CACHE", str(tmp_path_factory.mktemp("cache")))
+
+
+def test_the_plain_layout(text):
+    task = load_task(str(text), merges=20)
+    assert (task.source_language, task.target_language) == ("de", "en")
+    assert task.notes["pairs"] == {"train": 5, "valid": 5, "test": 5} and not remarks(task)
+    assert list(task.test_references) == EN
+    for side, vocabulary, lines in zip(
+        task.train, (task.source_vocabulary, task.target_vocabulary), (DE, EN), strict=True
+    ):
+        assert [joined(vocabulary.decode(side[n])) for n in range(5)] == lines
+
+
+def test_names_with_additions_and_compressed_files(tmp_path):
+    for part in ("train.lc.norm.tok", "val.lc.norm.tok", "test_2016_flickr.lc", "test_2017_x.lc"):
+        write(tmp_path, f"{part}.de.xz", DE)
+        write(tmp_path, f"{part}.en.gz", EN)
+    files = load_text(str(tmp_path)).notes["files"]
+    assert files["valid"] == ["val.lc.norm.tok.de.xz", "val.lc.norm.tok.en.gz"]
+    assert files["test"][0] == "test_2016_flickr.lc.de.xz"
+    write(tmp_path, "test.de", DE)
+    write(tmp_path, "test.en", EN)
+    assert load_text(str(tmp_path)).notes["files"]["test"] == ["test.de", "test.en"]
+
+
+def test_a_known_name_inside_of_the_data_folder(text, monkeypatch):
+    (text / "all").mkdir()
+    for part in ("train", "valid", "test"):
+        (text / f"{part}.de").rename(text / "all" / f"{part}.de")
+        (text / f"{part}.en").rename(text / "all" / f"{part}.en")
+    (text / "all").rename(text / "iwslt14.tokenized.de-en")
+    assert load_text("iwslt14", folder=text).notes["pairs_trained_on"] == 5
+    monkeypatch.setenv("SHOESTRING_DATA", str(text))
+    assert load_text("iwslt14").notes["pairs_trained_on"] == 5
+    with pytest.raises(InputError, match="no multi30k in"):
+        load_text("multi30k")
+    monkeypatch.delenv("SHOESTRING_DATA")
+    with pytest.raises(InputError, match="multi30k needs the folder"):
+        load_text("multi30k")
+    with pytest.raises(InputError, match="no data is called 'nothing'"):
+        load_task("nothing")
+
+
+def test_empty_lines_are_counted_and_left_out_of_training_only(text):
+    write(text, "train.de", [*DE[:2], "", "   ", *DE[4:]])
+    write(text, "test.en", ["", *EN[1:]])
+    task = load_text(str(text))
+    assert remarks(task)["empty"] == {"pairs": 2, "first_lines": [3, 4]}
+    assert task.notes["pairs_trained_on"] == len(task.train[0]) == 3
+    assert remarks(task, "test")["empty"]["pairs"] == 1
+    assert len(task.test[0]) == len(task.test_references) == 5
+
+
+def test_bytes_that_are_no_text(text):
+    data = (text / "train.en").read_bytes().replace(b"woman", b"wom\xffan")
+    (text / "train.en").write_bytes(data)
+    (text / "test.de").write_bytes((text / "test.de").read_bytes().replace(b"mann", b"m\xe4nn"))
+    task = load_text(str(text))
+    assert remarks(task)["not UTF-8"] == {"pairs": 1, "first_lines": [2]}
+    assert task.notes["pairs_trained_on"] == 4
+    assert remarks(task, "test")["not UTF-8"]["first_lines"] == [1] and len(task.test[0]) == 5
+
+
+def test_sides_of_unequal_length(text):
+    write(text, "train.en", EN[:4])
+    with pytest.raises(InputError, match=r"train\.de has 5 lines, train\.en 4"):
+        load_text(str(text))
+    write(text, "train.en", [*EN, "", ""])
+    task = load_text(str(text))
+    assert remarks(task)["empty line after the other side's end"]["pairs"] == 2
+    assert task.notes["pairs_trained_on"] == 5
+
+
+def test_a_separator_of_lines_that_is_none(text):
+    """Unicode's own line separator, inside of a sentence, must not move the rest."""
+    write(text, "train.de", [DE[0] + "\u2028und\x85so", *DE[1:]])
+    assert load_text(str(text)).notes["pairs_trained_on"] == 5
+
+
+def test_windows_line_ends(text):
+    write(text, "train.de", DE, end="\r\n")
+    plain = load_text(str(text))
+    assert "\r" not in "".join(plain.source_vocabulary.pieces)
+
+
+def test_long_sentences_are_counted(text):
+    write(text, "train.de", [*DE[:4], "ein " * 30])
+    task = encoded(read_corpus(text, "text"), merges=20, longest=20)
+    assert remarks(task)["longer than 20 pieces"] == {"pairs": 1, "first_lines": [5]}
+    assert task.train[0].lengths.max() <= 20 and task.notes["pairs_trained_on"] == 4
+    with pytest.raises(InputError, match="every sentence to train on is longer than 1"):
+        encoded(read_corpus(text, "text"), merges=20, longest=1)
+
+
+def test_text_that_is_in_pieces_already(text):
+    """After BPE: as it is; what is before BPE beside it is split by the codes, or refused."""
+    split = ["ein ma@@ nn", "eine fr@@ au läu@@ ft", "ein hund", "zwei hun@@ de", "ein ki@@ nd"]
+    write(text, "train.de", split)
+    write(text, "train.en", ["a m@@ an", *EN[1:]])
+    assert is_split(split) and not is_split(DE)
+    with pytest.raises(InputError, match=r"valid\.de is not in pieces"):
+        load_text(str(text))
+    for part in ("valid", "test"):
+        write(text, f"{part}.de", split)
+        write(text, f"{part}.en", ["a m@@ an", *EN[1:]])
+    task = load_text(str(text))
+    assert task.codes is None and task.source_vocabulary.decode(task.train[0][0]) == split[0]
+    assert task.test_references[0] == "a man"
+
+
+def test_codes_that_come_with_the_text_decide(text):
+    write(text, "bpe-10k-codes.xz", ["#version: 0.2", "e i", "ei n</w>", "m a"])
+    write(text, "train.de", ["ein mann", "eine frau@@ en", *DE[2:]])
+    task = load_text(str(text))
+    assert task.notes["merges"] == 3
+    assert task.source_vocabulary.decode(task.train[0][0]) == "ein ma@@ n@@ n"
+    again = remarks(task)["train.de: split again, by the codes beside it"]
+    assert again["pairs"] == 5
+    write(text, "bpe-10k-codes.xz", ["#version: 0.2", "e i n"])
+    with pytest.raises(InputError, match="line 2 of the BPE codes is no pair"):
+        load_text(str(text))
+
+
+def test_other_languages_must_be_named(text):
+    for part in ("train", "valid", "test"):
+        (text / f"{part}.de").rename(text / f"{part}.fr")
+    with pytest.raises(InputError, match="has en, fr: from which language to which"):
+        load_text(str(text))
+    task = load_text(str(text), languages="en-fr")
+    assert (task.source_language, task.target_language) == ("en", "fr")
+    with pytest.raises(InputError, match="cannot read the languages 'french'"):
+        load_text(str(text), languages="french")
+    with pytest.raises(InputError, match=r"no train\.xx"):
+        load_text(str(text), languages="xx-en")
+
+
+def test_folders_without_text(tmp_path):
+    with pytest.raises(InputError, match="no text to train on"):
+        load_text(str(tmp_path))
+    write(tmp_path, "train.de", ["", ""])
+    write(tmp_path, "train.en", ["", ""])
+    with pytest.raises(InputError, match=r"no valid\.de"):
+        load_text(str(tmp_path))
+
+
+def test_a_broken_archive(text):
+    (text / "train.de").unlink()
+    (text / "train.de.xz").write_bytes(b"no archive at all")
+    with pytest.raises(InputError, match=r"cannot read .*train\.de\.xz"):
+        load_text(str(text))
+
+
+def test_what_was_prepared_is_found_again(text, monkeypatch):
+    task = load_text(str(text), merges=20)
+    (made,) = text.glob("prepared-20-*")
+    assert {p.name for p in made.iterdir()} == {
+        "codes", "notes.json", "pairs.npz", "references.test", "references.valid",
+        "vocabulary.source", "vocabulary.target",
+    }  # fmt: skip
+    monkeypatch.setattr("shoestring.tasks.prepared.encoded", None)  # it would be needed
+    for where in (text, made):  # beside the text, and by itself
+        again = load_text(str(where), merges=20)
+        assert again.notes == task.notes and again.codes == task.codes
+        assert again.test_references == task.test_references
+        for part in ("train", "valid", "test"):
+            for one, other in zip(getattr(task, part), getattr(again, part), strict=True):
+                assert [one[n] for n in range(len(one))] == [other[n] for n in range(len(other))]
+
+
+def test_other_text_or_merges_are_prepared_anew(text):
+    load_text(str(text), merges=20)
+    load_text(str(text), merges=10)
+    write(text, "train.de", [*DE[:4], "ein haus"])
+    task = load_text(str(text), merges=20)
+    assert joined(task.source_vocabulary.decode(task.train[0][4])) == "ein haus"
+    assert len(list(text.glob("prepared-*"))) == 3
+
+
+def test_a_folder_nobody_may_write_to(text, tmp_path_factory):
+    os.chmod(text, 0o555)
+    try:
+        load_text(str(text), merges=20)
+        assert not list(text.glob("prepared-*"))
+        cached = os.listdir(os.environ["SHOESTRING_CACHE"])
+        assert [name.startswith(f"{text.name}-prepared-20-") for name in cached] == [True]
+    finally:
+        os.chmod(text, 0o755)
+
+
+def test_a_damaged_preparation(text):
+    load_text(str(text), merges=20)
+    (made,) = text.glob("prepared-20-*")
+    (made / "pairs.npz").write_bytes(b"PK nothing")
+    with pytest.raises(InputError, match="is damaged"):
+        load_text(str(text), merges=20)
