@@ -27,6 +27,7 @@ from .options import (
     OptimizerName,
     PlanFile,
     PrecisionKind,
+    changes,
     planned,
     techniques,
 )
@@ -215,6 +216,12 @@ def train(
         bool, typer.Option("--simulated", help="Microbatches only for BatchNorm's statistics.")
     ] = False,
     checkpoint: Checkpoint = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", help="Another setting, 'sparsity.fraction_multiplier=2'; repeatable."
+        ),
+    ] = None,
     epochs: Annotated[int | None, typer.Option(help="By default the recipe's.")] = None,
     batch: Batch = None,
     lr: Annotated[
@@ -273,6 +280,7 @@ def train(
             microbatch=microbatch,
             simulated=simulated,
             checkpoint=checkpoint,
+            changes=changes(set_ or ()),
             epochs=epochs,
             batch=batch,
             learning_rate=lr,
@@ -294,6 +302,58 @@ def train(
     )
     if is_first():
         typer.echo(json.dumps(result.event) if as_json else str(result))
+
+
+@app.command(
+    epilog="""Examples:
+
+`shoestring study studies/digits.toml --workers 2`
+
+`shoestring study studies/paper/pareto-table.toml --data-dir data --out results/pareto --resume`
+
+`shoestring study studies/digits.toml --ray 10.0.0.1:6379 --gpus 0.25`
+"""
+)
+def study(
+    file: Annotated[str, typer.Argument(help="The study: grids of settings, in TOML.")],
+    out: Annotated[
+        str | None, typer.Option(help="Folder of the study; by default runs/NAME.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on: what has ended is not run again.")
+    ] = False,
+    retry_failed: Annotated[
+        bool, typer.Option("--retry-failed", help="Run those that failed once more.")
+    ] = False,
+    workers: Annotated[int, typer.Option(help="Runs at a time, on one device.")] = 1,
+    ray: Annotated[
+        str | None, typer.Option(help="Address of a Ray cluster, or local, in place of workers.")
+    ] = None,
+    gpus: Annotated[float, typer.Option(help="Of each run on a Ray cluster.")] = 0.0,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; by default cuda.")] = None,
+    data_dir: Annotated[
+        str | None, typer.Option(help="Folder of the data; by default $SHOESTRING_DATA.")
+    ] = None,
+    keep_snapshots: Annotated[
+        bool, typer.Option("--keep-snapshots", help="Keep the last weights of every run.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Run a grid of settings, each in its own process; what has ended is never run again."""
+    from .study.command import run_study
+    from .study.execute import Place
+
+    result = run_study(
+        file,
+        out,
+        resume=resume or retry_failed,
+        retry_failed=retry_failed,
+        workers=workers,
+        ray=ray,
+        gpus=gpus,
+        place=Place(device=device, data_dir=data_dir, keep_snapshots=keep_snapshots),
+    )
+    typer.echo(json.dumps(result.as_dict()) if as_json else str(result))
 
 
 def show_profile(settings: dict[str, Any], result: Any) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -43,6 +45,8 @@ class Call:
     microbatch: int | None = None
     simulated: bool = False
     checkpoint: str | None = None
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of techniques that have no flag, such as "sparsity.fraction_multiplier": 2."""
     epochs: int | None = None
     batch: int | None = None
     learning_rate: float | None = None
@@ -136,6 +140,7 @@ def start(call: Call) -> Result:
         channels_last=on_cuda if call.channels_last is None else call.channels_last,
         tf32=call.tf32,
     )
+    settings = replace(settings, plan=settings.plan.changed(call.changes))
     made = f"runs/{call.model.replace(':', '.')}-{call.data}-{time.strftime('%Y%m%d-%H%M%S')}"
     with process_group(device):
         event = train(
