@@ -86,6 +86,9 @@ def profile(
         str, typer.Option(help="cpu or cuda, for --accounting device; it need not be there.")
     ] = "cpu",
     loss: LossName = None,
+    html: Annotated[
+        str | None, typer.Option(help="Also write a page with the timeline of the step.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Where every byte of a training step goes, before anything is allocated."""
@@ -121,6 +124,10 @@ def profile(
         "precision": precision or "fp32",
         "checkpoint": checkpoint or "none",
     }
+    if html is not None:
+        from .study.page import write_profile
+
+        write_profile(html, settings, result)
     if as_json:
         typer.echo(json.dumps({**settings, **result.as_dict()}))
     else:
@@ -353,6 +360,31 @@ def study(
         gpus=gpus,
         place=Place(device=device, data_dir=data_dir, keep_snapshots=keep_snapshots),
     )
+    typer.echo(json.dumps(result.as_dict()) if as_json else str(result))
+
+
+@app.command(
+    epilog="""Examples:
+
+`shoestring report results/pareto`
+
+`shoestring report results/pareto --budget '6 MB' --json`
+"""
+)
+def report(
+    folder: Annotated[str, typer.Argument(help="Of a study, or of runs of shoestring train.")],
+    out: Annotated[
+        str | None, typer.Option(help="Folder to write to; by default FOLDER/report.")
+    ] = None,
+    budget: Annotated[
+        str | None, typer.Option(help="Name the best setting within this size, such as '6 MB'.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Tables (Markdown, LaTeX), figures (PNG, SVG) and one HTML page from the records of runs."""
+    from .study.report import report as write
+
+    result = write(folder, out, budget=budget)
     typer.echo(json.dumps(result.as_dict()) if as_json else str(result))
 
 

@@ -110,12 +110,13 @@ def load(path: str | Path) -> Study:
     except ValueError as error:
         raise InputError(f"the study {path} is not TOML: {error}") from None
     try:
-        return _study(given, text, Path(path).stem)
+        return from_values(given, text, Path(path).stem)
     except InputError as error:
         raise InputError(f"{path}: {error.message}", hint=error.hint) from None
 
 
-def _study(given: Values, text: str, name: str) -> Study:
+def from_values(given: Values, text: str, name: str) -> Study:
+    """A study from the tables of its file."""
     plain = {"name", "title", "source", "notes", "kind", "trials", "seeds", "score", "score_label"}
     tables = {"base", "grid", "search", "baseline", "target", "figure", "columns"}
     _known(given, plain | tables | {"profile", "measure", "threads"}, "a study")
