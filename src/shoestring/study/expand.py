@@ -16,6 +16,8 @@ from .statistics import Sample, sample
 
 PLACES = frozenset({"device", "data_on", "snapshot_every", "parallel"})
 """Where a run happens and what it writes on the way do not make it another run."""
+NEUTRAL = {"checkpoint": "none", "simulated": False, "precision": "fp32", "density": 1.0}
+"""Nor do settings that change no bit."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,11 @@ class Job:
     @property
     def name(self) -> str:
         """Of its folder: the same settings, in whatever study, are the same run."""
-        kept = {name: v for name, v in sorted(self.settings.items()) if name not in PLACES}
+        kept = {
+            name: value
+            for name, value in self.settings.items()
+            if name not in PLACES and (name not in NEUTRAL or value != NEUTRAL[name])
+        }
         text = json.dumps([self.kind, kept], sort_keys=True)
         digest = hashlib.sha256(text.encode()).hexdigest()[:10]
         kind = self.settings.get("split", "test") if self.kind == "train" else self.kind
@@ -175,7 +181,8 @@ def _apply(point: Mapping[str, Any], choices: Iterable[Choice]) -> Values:
 
 
 def _row(study: Study, point: Values, chosen: Values) -> RowJobs:
-    trained = {**chosen, **_trainable(point)}
+    given = _trainable(point)
+    trained = {**given, **{name: v for name, v in chosen.items() if name not in given}}
     real = point.get("stands_for", {})
     counted = {**trained, **real}
     shown = {**counted, **point.get("labels", {})}

@@ -248,7 +248,7 @@ def _timeline() -> str:
         '<svg id="pie" viewBox="0 0 200 200" style="max-width:16rem" role="img" '
         'aria-label="shares of the memory at the peak; the table has the numbers"></svg>'
         '<table><tbody id="pie-rows"></tbody></table></div>',
-        '<div><h3>What is live there</h3><div class="scroll tall"><table>'
+        '<div><h3>What is live there</h3><div class="scroll tall"><table class="wrap">'
         + _cells(["module", "kind", "size"], "th")
         + '<tbody id="live"></tbody></table></div></div></div>',
         title="Memory of one step",
@@ -295,19 +295,19 @@ def _agreement(results: Results) -> str:
 
 def _runs(results: Results) -> str:
     """Every run with what it was given and where its records lie."""
-    heads = ["run", "settings", results.study.score, "peak (MB)", "seconds", "revision"]
+    heads = ["run", results.study.score, "peak (MB)", "seconds", "revision", "settings"]
     lines = ['<div class="scroll tall"><table class="runs">', _cells(heads, "th")]
     for name, run in results.outcomes.items():
         settings = ", ".join(f"{n} {v}" for n, v in run.job.settings.items() if n != "model")
         first = f'<td><a href="../runs/{escape(name)}/records.jsonl">{escape(name)}</a></td>'
         if run.error is not None:
-            rest = _cells([settings, f"failed: {run.error}", "", "", ""])
+            rest = _cells(["failed", "", "", "", f"{run.error} ({settings})"])
         else:
             peak = run.end.get("measured_peak_bytes") or run.end.get("peak_bytes")
             revision = str(run.start.get("host", {}).get("git_revision") or "")
             score = run.end.get(results.study.score)
-            texts = [settings, "" if score is None else f"{score:g}", shown("peak_bytes", peak)]
-            texts += [shown("seconds", run.end.get("seconds")), revision[:10]]
+            texts = ["" if score is None else f"{score:g}", shown("peak_bytes", peak)]
+            texts += [shown("seconds", run.end.get("seconds")), revision[:10], settings]
             rest = _cells(texts)
         lines.append(rest.replace("<tr>", f'<tr id="run-{escape(name)}">{first}', 1))
     lines.append("</table></div>")

@@ -15,11 +15,8 @@ Values = dict[str, Any]
 
 FLAGS = {"lr": "learning_rate", "eval_every": "evaluate_every", "eval_batch": "evaluation_batch"}
 """Settings whose flag is not the name of the argument behind it."""
-TRAINED = frozenset(
-    "model data split plan budget allow density precision microbatch simulated checkpoint epochs "
-    "batch lr seed channels_last tf32 cudnn_benchmark data_on eval_every eval_batch "
-    "snapshot_every parallel".split()
-)
+_ELSEWHERE = ("data_dir", "device", "out", "resume", "stop_after", "tensorboard", "changes")
+"""Arguments of a training that a study sets itself, or that say where it happens."""
 PROFILED = frozenset(
     "model input loss batch optimizer density precision microbatch checkpoint accounting device "
     "simulated".split()
@@ -153,10 +150,19 @@ def from_values(given: Values, text: str, name: str) -> Study:
     )
 
 
+def trained() -> frozenset[str]:
+    """The settings of `shoestring train`, as its flags name them."""
+    from ..train.command import Call
+
+    flags = {argument: flag for flag, argument in FLAGS.items()}
+    names = (f.name for f in fields(Call) if f.name not in _ELSEWHERE)
+    return frozenset(flags.get(name, name) for name in names)
+
+
 def _settings(given: Mapping[str, Any], kind: str, where: str) -> Values:
     own = {name: given[name] for name in _OWN if name in given}
     flat = _flat({name: value for name, value in given.items() if name not in _OWN})
-    known = TRAINED if kind == "train" else PROFILED
+    known = trained() if kind == "train" else PROFILED
     for settings in (flat, _flat(own.get("stands_for", {}))):
         for name in settings:
             if name.partition(".")[0] not in TECHNIQUES:

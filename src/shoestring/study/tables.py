@@ -217,15 +217,18 @@ def search_table(results: Results) -> Table | None:
     places = dict.fromkeys(n for c in results.choices for n in c.where)
     names = dict.fromkeys(n for c in results.choices for n in c.values)
     heads, cells, sources = [SETTINGS.get(n, n) for n in places], [], []
+    targets = [results.targets_where(choice.where) for choice in results.choices]
+    beside = any(t is not None and n in t.quantities for t in targets for n in names)
     for name in names:
-        heads += [SETTINGS.get(name, name.rpartition(".")[2].replace("_", " ")), "the report"]
-    for choice in results.choices:
-        target = results.targets_where(choice.where)
+        heads += [SETTINGS.get(name, name.rpartition(".")[2].replace("_", " "))]
+        heads += ["the report"] if beside else []
+    for choice, target in zip(results.choices, targets, strict=True):
         said = {} if target is None else target.quantities
         cell = [shown(n, choice.where.get(n)) for n in places]
         for name in names:
             mine = choice.values.get(name)
-            cell += [shown(name, mine), "–" if mine is None else shown(name, said.get(name))]
+            cell += [shown(name, mine)]
+            cell += [shown(name, None if mine is None else said.get(name))] if beside else []
         best = next(c for c in choice.candidates if c.values == choice.values)
         cells.append((*cell, with_interval(best.score)))
         sources.append(tuple(job.name for job in best.jobs))

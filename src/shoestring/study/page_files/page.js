@@ -191,7 +191,7 @@ function curves() {
     const legend = byId("curve-names");
     legend.replaceChildren();
     if (!lines.length) { box.textContent = "No curve for this setting."; return; }
-    const frame = plot(box, { x: range(lines.flatMap(([, xs]) => xs), false, 0.02), y: range(lines.flatMap(([, , ys]) => ys)),
+    const frame = plot(box, { x: [0, Math.max(...lines.flatMap(([, xs]) => xs)) * 1.02], y: range(lines.flatMap(([, , ys]) => ys)),
       xLabel: "epoch", yLabel: words(metric.value), height: 280, label: "curves of the runs of the chosen setting" });
     lines.forEach(([name, xs, ys], i) => {
       const colour = colours[i % colours.length];
