@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -92,6 +93,7 @@ def _start(context: Any, job: Job, folder: Path, place: Place) -> tuple[Any, Con
 
 
 def _child(job: Job, folder: Path, place: Place, lifeline: Connection) -> None:
+    gc.freeze()  # what the server imported is no garbage, and takes long to look through
     threading.Thread(target=_follow, args=(lifeline,), daemon=True).start()
     folder.mkdir(parents=True, exist_ok=True)
     log = os.open(folder / LOG, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)

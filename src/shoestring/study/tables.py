@@ -162,7 +162,7 @@ def main_table(results: Results) -> Table:
 
 def front_table(results: Results) -> Table | None:
     """The Pareto-optimal settings by counted memory and score, most memory first."""
-    if len(results.front) < 2:
+    if sum("score" in row.quantities for row in results.rows) < 2 or not results.front:
         return None
     rows = [results.rows[i] for i in reversed(results.front)]
     settings = results.varied or ("model",)

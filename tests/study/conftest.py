@@ -1,0 +1,33 @@
+"""One study that was really run, for all tests that read its records."""
+
+import random
+import time
+
+import pytest
+from studies import TINY, context, ended, study_process
+
+KILLS = 2
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    """The folder of the tiny study, killed twice at random moments and resumed."""
+    folder = tmp_path_factory.mktemp("study")
+    file, out, log = folder / "tiny.toml", folder / "tiny", folder / "log"
+    file.write_text(TINY)
+    chance = random.Random(3)
+    for _ in range(KILLS):
+        process = context().Process(target=study_process, args=(file, out, log, 2))
+        process.start()
+        before = ended(out)
+        while process.is_alive() and ended(out) <= before:
+            time.sleep(0.05)
+        time.sleep(chance.uniform(0, 0.3))
+        assert process.is_alive(), log.read_text()
+        process.kill()
+        process.join()
+    process = context().Process(target=study_process, args=(file, out, log, 2))
+    process.start()
+    process.join()
+    assert process.exitcode == 0, log.read_text()
+    return out
