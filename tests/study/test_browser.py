@@ -20,9 +20,8 @@ from shoestring.study.results import load_results
 from shoestring.study.spec import load
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
-CHROMIUM = os.environ.get("SHOESTRING_CHROMIUM") or next(
-    filter(None, map(shutil.which, NAMES)), None
-)
+FOUND = [os.environ.get("SHOESTRING_CHROMIUM"), *map(shutil.which, NAMES)]
+CHROMIUM = next(filter(None, FOUND), None)
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: none on the PATH"),
@@ -158,13 +157,11 @@ def five_hundred(folder, tiny):
             (out / "records.jsonl").write_text(profile)
             continue
         curve = [
-            {**evaluation, "epoch": e, "accuracy": 90 + (number * e % 97) / 20}
-            for e in range(1, 201)
+            {**evaluation, "epoch": epoch, "accuracy": 90 + (number * epoch % 97) / 20}
+            for epoch in range(1, 201)
         ]
-        best = {**end, "best_accuracy": max(e["accuracy"] for e in curve)}
-        (out / "records.jsonl").write_text(
-            "".join(json.dumps(e) + "\n" for e in [start, *curve, best])
-        )
+        events = [start, *curve, {**end, "best_accuracy": max(e["accuracy"] for e in curve)}]
+        (out / "records.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
 
 
 def test_five_hundred_runs_open_in_two_seconds(tiny, tmp_path):

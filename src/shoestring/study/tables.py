@@ -44,7 +44,7 @@ class Table:
         """With a heading, and notes below."""
         lines = [f"## {self.title}", "", _line(self.heads), _line(["---"] * len(self.heads))]
         lines += [_line(row) for row in self.cells]
-        return "\n".join(lines + [f"\n{note}" for note in self.notes]) + "\n"
+        return "\n".join(lines + [f"\n{_escaped(note)}" for note in self.notes]) + "\n"
 
     def latex(self) -> str:
         """For booktabs."""
@@ -63,6 +63,10 @@ class Table:
                 "",
             ]
         )
+
+
+def _escaped(note: str) -> str:
+    return note.replace("*", "\\*")  # at the start of a line it would begin a list
 
 
 def _line(cells: Sequence[str]) -> str:
@@ -153,7 +157,7 @@ def main_table(results: Results) -> Table:
     if fast:
         which = next(row.trained for row in results.rows if row.trained)
         how = ", ".join(f"{n} = {shown(n, v)}" for n, v in which.items())
-        notes.append(f"\\* trained by a fast equivalent ({how}); memory is of the real setting.")
+        notes.append(f"* trained by a fast equivalent ({how}); memory is of the real setting.")
     if results.missing:
         notes.append(f"{results.missing} runs have not ended yet.")
     sources = tuple(tuple(o.folder.name for o in row.outcomes) for row in results.rows)
