@@ -1,23 +1,28 @@
 """Train neural networks in a small, known amount of memory.
 
 `profile` shows where every byte of a training step goes before anything is allocated; `measure`
-runs a real step and says what it needed. `apply` makes the step a `Plan` asks for; `verify` trains
-by the plan and plainly, and compares.
+runs a real step and says what it needed. `plan` finds what fits a budget in bytes, `apply` makes
+the step a `Plan` asks for, `fit` does both; `verify` trains by the plan and plainly, and compares.
 """
 
-from .errors import BudgetError, NoEffectWarning, ShoestringError
+from .errors import BudgetError, BudgetWarning, NoEffectWarning, ShoestringError
 from .memory.measure import Measurement, measure
 from .memory.model import MemoryProfile
 from .planning.plan import Plan
+from .planning.result import BudgetPlan
 from .profiling import profile
 from .techniques import Checkpointing, Microbatching, Precision, Sparsity
 from .train.apply import apply
+from .train.fit import fit
+from .train.planner import plan
 from .train.verify import verify
 
 __version__ = "0.1.0"
 
 __all__ = [
     "BudgetError",
+    "BudgetPlan",
+    "BudgetWarning",
     "Checkpointing",
     "Measurement",
     "MemoryProfile",
@@ -28,7 +33,9 @@ __all__ = [
     "ShoestringError",
     "Sparsity",
     "apply",
+    "fit",
     "measure",
+    "plan",
     "profile",
     "verify",
 ]

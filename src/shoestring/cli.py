@@ -11,6 +11,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from . import __version__
@@ -250,13 +251,13 @@ def train(
     eval_every: Annotated[int, typer.Option(help="Epochs between evaluations.")] = 1,
     eval_batch: Annotated[int, typer.Option(help="Images evaluated at once.")] = 1000,
     out: Annotated[
-        str | None, typer.Option(help="Folder of the run; by default runs/MODEL-DATA-TIME.")
+        str | None, typer.Option(help="Folder of the run; by default runs/MODEL-DATA-SEED-TIME.")
     ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the last snapshot in --out, if any.")
     ] = False,
     snapshot_every: Annotated[
-        int | None, typer.Option(help="Updates between snapshots; by default one epoch's.")
+        int | None, typer.Option(help="Updates between snapshots; by default one a minute.")
     ] = None,
     stop_after: Annotated[
         str | None, typer.Option(help="Stop, resumable, after so many epochs, or '300 steps'.")
@@ -388,6 +389,79 @@ def report(
     typer.echo(json.dumps(result.as_dict()) if as_json else str(result))
 
 
+@app.command(
+    epilog="""Examples:
+
+`shoestring plan wrn-28-2 --budget '120 MB' -o plan.toml`
+
+`shoestring plan wrn-28-2 --budget '6.7 MB' --accounting fundamental --allow bn-microbatch,sparsity`
+
+`shoestring plan mypackage.models:build --input 8x3x224x224 --budget '2 GB' --device cuda --front`
+"""
+)
+def plan(
+    model: ModelName,
+    budget: Annotated[str, typer.Option(help="The peak to stay under, such as '8 GB'.")],
+    allow: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="What may change the numbers: precision (the default), bn-microbatch, sparsity; "
+            "or lossless. Repeatable, or with commas."
+        ),
+    ] = None,
+    accounting: Annotated[
+        str, typer.Option(help="device (what the allocator shows) or fundamental (the report's).")
+    ] = "device",
+    device: Annotated[str, typer.Option(help="cpu or cuda; it need not be there.")] = "cpu",
+    input: Inputs = None,
+    batch: Batch = None,
+    optimizer: OptimizerName = None,
+    loss: LossName = None,
+    front: Annotated[
+        bool, typer.Option("--front", help="Memory against time of all that is allowed.")
+    ] = False,
+    plot: Annotated[
+        str | None, typer.Option(help="Picture of the front; front.png with --front alone.")
+    ] = None,
+    out: Annotated[
+        str | None, typer.Option("--out", "-o", help="File for the plan, TOML or JSON.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """The fastest training step that fits a budget in bytes, lossless if there is one."""
+    with working(f"planning {model}"):
+        from .planning.plot import front_table, plot_front
+        from .target import resolve
+        from .train.planner import Planner
+        from .units import parse_size
+
+        budget_bytes = parse_size(budget)
+        target = resolve(model, input or (), batch=batch, loss=loss)
+        planner = Planner(
+            target.model,
+            target.batch,
+            loss=target.loss,
+            optimizer=target.optimizer if optimizer is None else optimizer,
+            allow=None if allow is None else ",".join(allow),
+            accounting=accounting,
+            device=device,
+        )
+        points = planner.front() if front or plot else ()
+        if points:
+            plot_front(points, planner.estimates.plain, model, plot or "front.png")
+        if points and not as_json:
+            typer.echo(front_table(points, planner.estimates.plain), file=sys.__stdout__)
+        result = planner.plan(budget_bytes)
+    if out is not None:
+        result.save(out)
+    if as_json:
+        shown = result.as_dict()
+        whole = {"front": [p.as_dict() for p in points]} if points else {}
+        typer.echo(json.dumps({"model": model, **shown, **whole}))
+    else:
+        typer.echo(str(result))
+
+
 def show_profile(settings: dict[str, Any], result: Any) -> None:
     """A table by category, the largest modules, and the instant of the peak."""
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 100)
@@ -398,7 +472,7 @@ def show_profile(settings: dict[str, Any], result: Any) -> None:
     if settings["density"] is not None:
         what.append(f"density {settings['density']:g}")
     console.print(
-        f"[bold]{settings['model']}[/bold] · {' · '.join(what)}\n"
+        f"[bold]{settings['model']}[/bold] · {escape(' · '.join(what))}\n"
         f"{format_count(result.parameters)} parameters, "
         f"{format_count(result.sparsifiable_parameters)} of them sparsifiable · "
         f"{result.accounting} accounting"

@@ -10,6 +10,7 @@ Exception
     └── TrainingStopped          exit 1: a run ended early; 130 or 143 by a signal
 
 UserWarning
+├── BudgetWarning                a step needed more than its budget
 ├── NoEffectWarning              a setting matched nothing in the model
 └── UnknownOperationWarning      an operation without a rule, so its bytes may be off
 """
@@ -67,6 +68,10 @@ class TrainingStopped(ShoestringError):
     def __init__(self, message: str, hint: str | None = None, exit_status: int = 1) -> None:
         super().__init__(message, hint)
         self.exit_status = exit_status  # type: ignore[misc]
+
+
+class BudgetWarning(UserWarning):
+    """A step that needed more memory than its budget, with the numbers."""
 
 
 class NoEffectWarning(UserWarning):

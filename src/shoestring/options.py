@@ -32,7 +32,8 @@ Density = Annotated[float | None, typer.Option(help="Fraction of weights kept, i
 PrecisionKind = Annotated[str | None, typer.Option(help="fp32, fp16 or bf16.")]
 Microbatch = Annotated[int | None, typer.Option(help="Examples (or tokens) that run at once.")]
 Checkpoint = Annotated[
-    str | None, typer.Option(help="none, no-bn, every-M, residual-M or 'residual-M*'.")
+    str | None,
+    typer.Option(help="none, no-bn, every-M, residual-M, 'residual-M*' or 'keep*3, recompute*9'."),
 ]
 PlanFile = Annotated[
     str | None, typer.Option(help="File of a plan, TOML or JSON, in place of technique flags.")
@@ -53,7 +54,7 @@ def techniques(
     if precision is not None:
         chosen.append(Precision(precision))
     if checkpoint is not None:
-        chosen.append(Checkpointing(checkpoint))
+        chosen.append(Checkpointing.parse(checkpoint))
     return chosen
 
 

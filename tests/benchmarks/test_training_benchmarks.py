@@ -1,5 +1,7 @@
 """The benchmarks of training run, in a tiny form, and find what they are there to find."""
 
+import mmap
+
 import pytest
 import torch
 
@@ -35,7 +37,8 @@ def test_soak_sees_memory_that_grows(leak, monkeypatch):
         plain = soak.Watched.advance
 
         def advance(self):
-            held.append(torch.ones(250_000))  # a megabyte
+            held.append(mmap.mmap(-1, 2**20))  # pages that are nobody's yet
+            held[-1].write(bytes(2**20))
             plain(self)
 
         monkeypatch.setattr(soak.Watched, "advance", advance)

@@ -33,8 +33,12 @@ def test_killed_and_resumed_every_run_is_there_once(tiny):
 
 
 @pytest.mark.slow
-def test_a_ray_cluster_gives_the_same_numbers(tiny, tmp_path):
+def test_a_ray_cluster_gives_the_same_numbers(tmp_path):
+    """The forty runs of benchmarks/study_resume.py do so, too."""
     pytest.importorskip("ray")
+    file = tmp_path / "two.toml"
+    file.write_text("profile = false\ntrials = 2\n" + ONE + "density = 0.5")
+    run_study(file, tmp_path / "here", place=CPU)
     script = (
         "import sys\n"
         "from shoestring.study.command import run_study\n"
@@ -44,11 +48,12 @@ def test_a_ray_cluster_gives_the_same_numbers(tiny, tmp_path):
     path = os.pathsep.join(p for p in sys.path if p)
     environment = {**os.environ, "PYTHONPATH": path, "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
     done = subprocess.run(
-        [sys.executable, "-c", script, tiny / "study.toml", tmp_path / "ray"],
+        [sys.executable, "-c", script, file, tmp_path / "ray"],
         env=environment, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert records(tmp_path / "ray") == records(tiny)
+    assert records(tmp_path / "ray") == records(tmp_path / "here")
+    assert len(records(tmp_path / "ray")) == 2
 
 
 def test_what_is_done_is_not_done_again_and_a_changed_study_goes_on(tmp_path):

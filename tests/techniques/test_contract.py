@@ -36,6 +36,11 @@ SINGLES: dict[str, Technique] = {
     "every-2": Checkpointing("every-2"),
     "residual-2*": Checkpointing("residual-2*"),
 }
+PER_BLOCK = {
+    "residual": Checkpointing("per-block", schedule=("[[cheap], keep]", "cheap", "recompute")),
+    "transformer": Checkpointing("per-block", schedule=("keep", "[cheap, [keep], cheap]")),
+    "tied": Checkpointing("per-block", schedule=("[keep*2]", "cheap")),
+}
 FOR_ADAM = ("density 0.3", "fp16", "bf16", "microbatch 2", "every-2", "residual-2*")
 NEUTRAL: dict[str, Technique] = {
     "density 1": Sparsity(1.0),
@@ -77,13 +82,18 @@ def cases() -> Iterator[Any]:
                     yield case(name, (single,), optimizer)
         for pair in pairs(name):
             yield case(name, pair, "sgd")
+        if name in PER_BLOCK:
+            yield case(name, ("per-block",), "adam")
+            yield case(name, ("fp16", "per-block"), "sgd")
 
 
 def case(name: str, settings: tuple[str, ...], optimizer: str) -> Any:
     return pytest.param(name, settings, optimizer, id="-".join((name, *settings, optimizer)))
 
 
-def technique(setting: str) -> Technique:
+def technique(setting: str, name: str) -> Technique:
+    if setting == "per-block":
+        return PER_BLOCK[name]
     return SINGLES.get(setting) or Checkpointing(setting)
 
 
@@ -95,7 +105,7 @@ def test_the_predicted_peak_is_measured(
     torch.manual_seed(0)
     model, batch = small.build(), small.batch()
     own = OPTIMIZERS[optimizer](model)
-    chosen = [technique(setting) for setting in settings]
+    chosen = [technique(setting, name) for setting in settings]
     predicted = predict_step(chosen, model, batch, loss=small.loss, optimizer=own).peak_bytes
     step = apply(chosen, model, own, loss=small.loss)
     step(batch)

@@ -24,6 +24,7 @@ from train.two_ranks import (
     SAME,
     STEPS,
     batches,
+    channels_last,
     make,
     together,
     trained,
@@ -104,6 +105,11 @@ def test_two_ranks_train_as_one_process(found: list[Any], case: tuple[str, ...])
     if plan in ("dsr", "set"):
         rewiring = first["state"]["techniques"]["sparsity"]
         assert rewiring["rewirings"] == 3 and rewiring["rewired"] > 0
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_weights_that_lie_channels_last(found: list[Any], kind: str) -> None:
+    assert_same(channels_last(None), found[0][f"channels last {kind}"])
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
@@ -194,7 +200,10 @@ def test_what_cannot_be_shared_is_refused_on_all_ranks(found: list[Any]) -> None
 def test_a_stopped_run_of_two_ranks_goes_on_to_the_bit(found: list[Any], place: Path) -> None:
     whole, parts = (snapshot.load_latest(place / name)[0] for name in ("whole", "parts"))
     assert whole is not None and parts is not None
-    assert whole["done"] == parts["done"] == 4 and len(whole["random"]) == 2
+    assert whole["done"] == parts["done"] == 4
+    drawn, again = ([one["cpu"] for one in state["random"]] for state in (whole, parts))
+    assert len(drawn) == len(again) == 2 and not torch.equal(drawn[0], drawn[1])
+    assert all(torch.equal(a, b) for a, b in zip(drawn, again, strict=True))
     a, b = ({**weights_of(s["step"]), **moments_of(s["step"])} for s in (whole, parts))
     assert all(torch.equal(a[k], b[k]) for k in a)
     for key, value in whole["step"]["model"].items():

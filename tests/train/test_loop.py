@@ -9,8 +9,8 @@ import signal
 import numpy as np
 import pytest
 import torch
-from tiny_nets import TINY, small_task
 
+import shoestring.train.loop as loop_module
 import shoestring.train.trainer as trainer_module
 from shoestring import Checkpointing, Microbatching, Plan, Precision, Sparsity
 from shoestring.errors import InputError, TrainingStopped
@@ -20,6 +20,7 @@ from shoestring.train.folder import run_folder
 from shoestring.train.loop import train
 from shoestring.train.settings import settings_for
 from shoestring.train.trainer import Trainer
+from tiny_nets import TINY, small_task
 
 CPU = torch.device("cpu")
 PLAIN = Plan()
@@ -315,3 +316,13 @@ def test_tensorboard_is_missing_or_written(tmp_path):
     else:
         train(settings(), small_task(), tmp_path / "run", device=CPU, tensorboard=True)
         assert list((tmp_path / "run" / "tensorboard").iterdir())
+
+
+@pytest.mark.parametrize(("seconds", "made"), [(0.0, 16), (60.0, 1)])
+def test_without_a_number_snapshots_are_made_by_the_clock(tmp_path, monkeypatch, seconds, made):
+    saved = []
+    plain = snapshot.save
+    monkeypatch.setattr(loop_module, "SNAPSHOT_SECONDS", seconds)
+    monkeypatch.setattr(snapshot, "save", lambda *given: saved.append(plain(*given)))
+    run(tmp_path / "run", every=None)
+    assert len(saved) == made and final(tmp_path / "run")["done"] == 16

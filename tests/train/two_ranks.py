@@ -25,7 +25,6 @@ from shoestring.tasks import ImageTask, load_task
 from shoestring.techniques import Checkpointing, Microbatching, Precision, Sparsity, Technique
 from shoestring.techniques.sparsity import sparse_tensors
 from shoestring.train.apply import Step, apply
-from shoestring.train.distributed import average_statistics
 from shoestring.train.loop import train
 from shoestring.train.settings import Settings, settings_for
 from shoestring.train.shares import Parallel
@@ -105,6 +104,15 @@ def trained(step: Step, data: list[Any]) -> dict[str, Any]:
 
 def same(parallel: str, model: str, plan: str, optimizer: str) -> dict[str, Any]:
     return trained(make(model, plan, optimizer, parallel), batches(model))
+
+
+def channels_last(parallel: str | None) -> dict[str, Any]:
+    """Weights that do not lie in rows, as on a GPU; BatchNorm sees the same microbatches."""
+    torch.manual_seed(0)
+    model = SMALL["residual"].build().to(memory_format=torch.channels_last)
+    optimizer, loss = OPTIMIZERS["sgd"](model), SMALL["residual"].loss
+    step = apply([Microbatching(3)], model, optimizer, loss=loss, parallel=parallel)
+    return trained(step, batches("residual", 3))
 
 
 def other_weights_at_first() -> dict[str, Any]:
@@ -200,8 +208,8 @@ def statistics() -> dict[str, Any]:
     step(batches("residual", 1)[0])
     norm = step.model.get_submodule("1.0.norm1")
     own = norm.running_mean.clone()
-    average_statistics(step.model)
-    return {"own": own, "mean": norm.running_mean.clone()}
+    saved = step.state_dict()["model"]["1.0.norm1.running_mean"]
+    return {"own": own, "mean": saved.clone()}
 
 
 def other_pattern() -> dict[str, Any]:
@@ -347,6 +355,7 @@ def jobs(place: Path, states: dict[str, Any]) -> dict[str, Callable[[], dict[str
         made[f"begin {parallel} {plan}"] = lambda a=parallel, b=plan: begin(a, b)
         made[f"go on {parallel} {plan}"] = lambda a=parallel, b=plan: go_on(a, b, states[b])
     for parallel in ("ddp", "fsdp"):
+        made[f"channels last {parallel}"] = lambda a=parallel: channels_last(a)
         made[f"overflow {parallel}"] = lambda a=parallel: overflow(a)
         for plan in ("plain", "microbatched"):
             made[f"collectives {parallel} {plan}"] = lambda a=parallel, b=plan: collectives(a, b)

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from .stages import Chain, Cost, Item, Schedule, evaluate, flops_only, plain
+from ..memory.items import Item, leaves
+from .stages import Chain, Cost, Schedule, evaluate, flops_only, plain
 
 
 def solve(chain: Chain, budget_bytes: int, cost: Cost = flops_only) -> Schedule | None:
@@ -28,8 +29,10 @@ def solve(chain: Chain, budget_bytes: int, cost: Cost = flops_only) -> Schedule 
         return kept
     if budget_bytes <= max(chain.fixed_bytes, chain.floor_bytes - 1):
         return None
-    found = _Table(chain, cost, budget_bytes).schedules()
-    return next((schedule for schedule in found if schedule.peak_bytes <= budget_bytes), None)
+    for found in _Table(chain, cost, budget_bytes).schedules():
+        if found.peak_bytes <= budget_bytes:
+            return _tidied(chain, found, budget_bytes, cost)
+    return None
 
 
 def front(chain: Chain, cost: Cost = flops_only) -> list[Schedule]:
@@ -46,16 +49,42 @@ def front(chain: Chain, cost: Cost = flops_only) -> list[Schedule]:
     for schedule in sorted(found, key=lambda s: (s.peak_bytes, s.cost)):
         if not chosen or schedule.cost < chosen[-1].cost:
             chosen.append(schedule)
-    return chosen
+    return [_tidied(chain, schedule, schedule.peak_bytes, cost) for schedule in chosen]
+
+
+def _tidied(chain: Chain, schedule: Schedule, budget_bytes: int, cost: Cost) -> Schedule:
+    """Among blocks that are alike, regions first and kept ones last, if that fits: easier to read.
+
+    Their order does not matter to the cost, and seldom to the peak.
+    """
+    items: list[Item] = []
+    run: list[Item] = []
+    at = 0
+    for item in schedule.items:
+        block, at = chain.blocks[at], at + leaves(item)
+        run.append(item)
+        inside = chain.blocks[at - leaves(item) : min(at + 1, len(chain.blocks))]
+        if at == len(chain.blocks) or any(replace(b, name=block.name) != block for b in inside):
+            items += sorted(run, key=_untidiness)
+            run = []
+    tidy = evaluate(chain, tuple(items), cost)
+    fits = tidy.peak_bytes <= budget_bytes and tidy.cost <= schedule.cost * _SAME
+    return tidy if fits else schedule
+
+
+def _untidiness(item: Item) -> tuple[int, str]:
+    return {"cheap": 1, "keep": 2}.get(str(item), 0), str(item)
 
 
 _ADDITIONS = 1.5e8
 """What filling a table may take: about half a second."""
 _TABLE_BYTES = 3e8
 _SLOTS = range(256, 10_000)
-_POINTS = 100
+_POINTS = 60
 """Schedules read back from each table of a front."""
 _NEXT_ROOM = 0.35
+_SAME = 1 + 2e-6
+"""Costs closer than this are equal: the tables hold single precision."""
 _SPARE = 1.02
 """Memory tabled beyond the budget: rounding may count a schedule as larger than it is."""
 
@@ -198,30 +227,31 @@ class _Table:
             yield evaluate(self.chain, items[1:-1], self.cost)
 
     def _items(self, s: int, t: int, x: int) -> tuple[Item, ...]:
-        """The choices behind `best[s, t, x]`."""
+        """The choices behind `best[s, t, x]`; of equals the one that holds less comes first.
+
+        That makes long runs of the same: cheap blocks first, then those that are kept.
+        """
         items: list[Item] = []
         while s <= t:
-            least, chosen = np.inf, ""
-            kept = 0
-            for leaf in self.leaves[s]:
-                need, price, held = self._of(leaf, s, t)
-                if x < max(need, held):
-                    continue
-                total = price + (self.best[s + 1, t, x - held] if s < t else 0.0)
-                if total < least:
-                    least, chosen, kept = total, leaf.name, held
+            choices: list[tuple[float, str | int, int]] = []  # cost, leaf or end, slots held after
             last = min(t, self.reach[s])
             if s < last:
                 costs, needs = self._passes(s, t, last)
                 totals = self.after[t, s + 1 : last + 1, x] + self.best[s, s:last, x] + costs
                 totals[needs > x] = np.inf
-                cut = int(totals.argmin())
-                if totals[cut] < least:
-                    after = s + 1 + cut
-                    items.append(self._items(s, after - 1, x))
-                    x -= self.held[after - 1]
-                    s = after
-                    continue
-            items.append(chosen)
-            s, x = s + 1, x - kept
+                choices += [(c, s + 1 + i, self.held[s + i]) for i, c in enumerate(totals.tolist())]
+            for leaf in reversed(self.leaves[s]):
+                need, price, held = self._of(leaf, s, t)
+                if x >= max(need, held):
+                    rest = float(self.best[s + 1, t, x - held]) if s < t else 0.0
+                    choices.append((price + rest, leaf.name, held))
+            enough = min(cost for cost, _, _ in choices) * _SAME
+            _, chosen, held = next(choice for choice in choices if choice[0] <= enough)
+            if isinstance(chosen, str):
+                items.append(chosen)
+                s += 1
+            else:
+                items.append(self._items(s, chosen - 1, x))
+                s = chosen
+            x -= held
         return tuple(items)

@@ -57,6 +57,8 @@ class FrontPoint:
     seconds: float
     exact: bool
     """Predicted by its own step; else estimated from the chain of blocks."""
+    kind: str
+    """Lossless, near-lossless or lossy."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values."""
@@ -65,6 +67,7 @@ class FrontPoint:
             "peak_bytes": self.peak_bytes,
             "step_seconds": self.seconds,
             "exact": self.exact,
+            "kind": self.kind,
         }
 
 

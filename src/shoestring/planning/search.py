@@ -73,11 +73,8 @@ class Found:
     predicted: Predicted
 
 
-def search(
-    estimates: Estimates, settings: Sequence[Setting], limit_bytes: int
-) -> tuple[Found | None, int]:
-    """The first setting that fits with the best schedule; and how many plans were predicted."""
-    predictions = 0
+def search(estimates: Estimates, settings: Sequence[Setting], limit_bytes: int) -> Found | None:
+    """The least lossy setting that fits, with the best schedule that was found for it."""
     for _, alike in groupby(settings, key=lambda s: s.loss):
         queue: list[tuple[float, int, Setting, Candidate | None, int, int]] = []
         for number, setting in enumerate(alike):
@@ -93,16 +90,15 @@ def search(
                     entry = (candidate.seconds, number, setting, candidate, room, tries)
                     heapq.heappush(queue, entry)
                 continue
-            predictions += 1
             predicted = estimates.predict(candidate)
             if predicted is None:
                 continue
             if predicted.peak_bytes <= limit_bytes:
-                return Found(candidate, predicted), predictions
+                return Found(candidate, predicted)
             missing = max(predicted.peak_bytes - limit_bytes, limit_bytes // 1000)
             room = min(room, candidate.peak_bytes) - missing
             heapq.heappush(queue, (candidate.seconds, number, setting, None, room, tries - 1))
-    return None, predictions
+    return None
 
 
 def smallest(estimates: Estimates, settings: Sequence[Setting]) -> Found | None:

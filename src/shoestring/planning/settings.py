@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from ..techniques import Checkpointing, Microbatching, Precision, Sparsity
 from .allow import PRECISION_LOSS, Allowed, density_loss, microbatch_loss
 from .plan import Plan
+from .result import LOSSLESS, LOSSY, NEAR
 from .stages import Chain, Option, Stage, Work
 
 DENSITIES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05)
@@ -25,6 +26,11 @@ class Setting:
     """Microbatches in a minibatch."""
     loss: float = 0.0
     """How lossy it is taken to be (`planning.allow`); the least lossy that fits is chosen."""
+
+    @property
+    def kind(self) -> str:
+        """Lossless, near-lossless or lossy."""
+        return LOSSLESS if not self.loss else NEAR if self.loss <= PRECISION_LOSS else LOSSY
 
     def plan(self, checkpointing: Checkpointing | None = None) -> Plan:
         """The plan with this setting."""

@@ -164,7 +164,7 @@ def _series(
         xs, ys, errors = zip(*others, strict=True)
         axes.errorbar(
             xs, ys, yerr=errors if any(errors) else None, mfc="white", ms=4.5, lw=0.8, ls=":",
-            capsize=2, alpha=0.8, label=f"{name} (the report)".strip(), **style,
+            capsize=2, alpha=0.8, label=f"{name} (the report)" if name else "the report", **style,
         )  # fmt: skip
     return len(points) + len(others)
 

@@ -56,14 +56,26 @@ def find_blocks(trace: Trace) -> tuple[str, ...]:
 
 def block_paths(model: nn.Module) -> tuple[str, ...]:
     """Paths of the repeated blocks of a model, in the order they are defined."""
-    return tuple(_repeated({path: type(m).__name__ for path, m in model.named_modules()}))
+    return block_levels(model)[0]
 
 
-def _repeated(classes: dict[str, str]) -> list[str]:
+def block_levels(model: nn.Module) -> list[tuple[str, ...]]:
+    """The repeated blocks, then those inside of them, and so on: stages, their layers, …
+
+    Each level covers what the one before it does; a block with none inside stays.
+    """
+    classes = {path: type(m).__name__ for path, m in model.named_modules()}
+    levels = [tuple(_repeated(classes))]
+    while (finer := tuple(_repeated(classes, frozenset().union(*levels)))) != levels[-1]:
+        levels.append(finer)
+    return levels
+
+
+def _repeated(classes: dict[str, str], opened: frozenset[str] = frozenset()) -> list[str]:
     """Numbered children of a container that are made of several modules, of a class found twice.
 
     `layers.3`, `h.0`, `groups.1.2`: the outermost such level that is not itself only a list of
-    lists. These are the residual blocks and layers after which a checkpoint may stand.
+    lists, or `opened`. These are the residual blocks and layers after which a checkpoint may stand.
     """
     children: dict[str, list[str]] = {}
     for path in classes:
@@ -81,10 +93,11 @@ def _repeated(classes: dict[str, str]) -> list[str]:
 
     def visit(path: str) -> None:
         for kid in children.get(path, []):
-            if often[numbered.get(kid, "")] > 1:
-                found.append(kid)
-            else:
+            before = len(found)
+            if often[numbered.get(kid, "")] <= 1 or kid in opened:
                 visit(kid)
+            if often[numbered.get(kid, "")] > 1 and len(found) == before:
+                found.append(kid)
 
     visit("")
     return found

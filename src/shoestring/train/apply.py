@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from ..errors import InputError
 from ..memory.live import LivePeak, live_at_peak
 from ..memory.measure import Measurement, track
 from ..planning.plan import Plan
-from ..techniques.base import Setup, Technique
+from ..planning.result import BudgetPlan
+from ..techniques import Checkpointing, Microbatching
+from ..techniques.base import Run, Setup, Technique
 from ..trace.capture import Loss, check_loss, check_trainable
 from ..trace.graph import Phase
 from .graph import GraphRunner, can_capture, on_device
+from .holding import Hold
 
 if TYPE_CHECKING:
     from .distributed import Ranks
@@ -37,6 +42,18 @@ class Step:
         """What the last `measure` found."""
         self.loss: torch.Tensor | None = None
         """Of the minibatch that `measure` ran, detached."""
+        self._hold: Hold | None = None
+        """Watches the budget the plan is for, if it is for one."""
+        self._base: Base | None = None
+        """What `revise` goes back to."""
+
+    def _runner(self) -> GraphRunner | None:
+        kind = "fp32" if self.plan.precision is None else self.plan.precision.kind
+        return (
+            GraphRunner(self._setup, self._compute, kind)
+            if can_capture(self._setup, kind)
+            else None
+        )
 
     @property
     def model(self) -> nn.Module:
@@ -50,6 +67,9 @@ class Step:
 
     def __call__(self, batch: Any) -> torch.Tensor:
         """Forward, backward, update; returns the loss of the minibatch, detached."""
+        return self._run(batch) if self._hold is None else self._hold(batch)
+
+    def _run(self, batch: Any) -> torch.Tensor:
         if self._graph is None:
             loss = self._compute(batch)
         else:
@@ -84,7 +104,7 @@ class Step:
         if device == "cuda":
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
-            self.loss = self(batch)
+            self.loss = self._run(batch)
             torch.cuda.synchronize()
             peak_bytes = max(self.captured_peak_bytes, torch.cuda.max_memory_allocated())
             self.measured = Measurement("cuda", peak_bytes, {})
@@ -148,6 +168,21 @@ class Step:
         assert total is not None
         return total
 
+    def revise(self, plan: Plan) -> None:
+        """Go on by a plan that differs in checkpointing, microbatches, or adds a precision."""
+        before = self.plan
+        changed = before.precision is not None and plan.precision != before.precision
+        if self._base is None or changed or plan.sparsity != before.sparsity:
+            raise InputError(
+                "a step cannot change its density, nor a precision it has",
+                hint="train on from the weights with a new model and a new step",
+            )
+        self._base.restore(self._setup)
+        new = plan if before.precision is None else replace(plan, precision=None)
+        self._base = _transform(self._setup, replace(new, sparsity=None).techniques)
+        self.plan = plan
+        self._graph = self._runner()
+
     def state_dict(self) -> dict[str, Any]:
         """Everything that outlives a step."""
         own = {name: item.state_dict() for name, item in self._setup.state.items()}
@@ -193,17 +228,59 @@ def apply(
     parts: list[Any] = list(chosen.techniques)
     if ranks is not None:  # microbatches come last: ranks add what all of theirs accumulated
         parts.insert(len(parts) - (chosen.microbatching is not None), ranks)
+    base = _transform(setup, parts)
+    if ranks is not None:
+        return ranks.step(setup)
+    step = Step(setup, chosen)
+    step._base = base
+    if isinstance(chosen, BudgetPlan):
+        step._hold = Hold(step, chosen)
+    return step
+
+
+@dataclass(frozen=True)
+class Base:
+    """A setup before its schedule: checkpointing and microbatches can be put on it anew."""
+
+    run: Run
+    split: Any
+    backward: Any
+    update: Any
+    undone: int
+    """Steps back that belong to what came before."""
+
+    @classmethod
+    def of(cls, setup: Setup) -> Base:
+        """As it is now."""
+        return cls(setup.run, setup.split, setup.backward, setup.update, len(setup.undo))
+
+    def restore(self, setup: Setup) -> None:
+        """Take the schedule away."""
+        for undo in reversed(setup.undo):
+            undo()
+        setup.undo.clear()
+        setup.run, setup.split = self.run, self.split
+        setup.backward, setup.update = self.backward, self.update
+
+
+def _transform(setup: Setup, parts: Iterable[Any]) -> Base:
+    """Apply all parts or none."""
     for part in parts:
         part.check(setup)
+    base: Base | None = None
     try:
         for part in parts:
+            if base is None and isinstance(part, (Checkpointing, Microbatching)):
+                base = Base.of(setup)
             part.apply(setup)
     except BaseException:
         for undo in reversed(setup.undo):
             undo()
         raise
-    setup.undo.clear()  # it holds what the model was, in memory the plan has spent otherwise
-    return Step(setup, chosen) if ranks is None else ranks.step(setup)
+    base = base or Base.of(setup)
+    # The steps back before it hold what the model was, in memory the plan has spent otherwise.
+    del setup.undo[: base.undone]
+    return base
 
 
 def _ranks(parallel: str | Parallel, plan: Plan) -> Ranks | None:

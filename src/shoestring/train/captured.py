@@ -29,8 +29,14 @@ class CapturedStep:
         device: torch.device,
         starts: Sequence[int | None],
         pool: Any,
+        *,
+        again: bool = False,
     ) -> None:
-        """`starts`: where recomputations draw from, relative to where the step does."""
+        """`starts`: where recomputations draw from, relative to where the step does.
+
+        Where it was captured before, only what was made since is searched for garbage: to search
+        all that Python holds takes longer than the rest.
+        """
         self._batch = tree_map(
             lambda leaf: leaf.to(device, copy=True) if isinstance(leaf, torch.Tensor) else leaf,
             batch,
@@ -39,7 +45,7 @@ class CapturedStep:
         self._graph = torch.cuda.CUDAGraph()
         self._randomness.register(self._graph)
         self.replays = 0
-        gc.collect()
+        gc.collect(1 if again else 2)
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)

@@ -20,12 +20,15 @@ from ..planning.plan import Plan
 from ..planning.stages import Chain, Option, Stage
 from ..techniques import Checkpointing
 from ..techniques.base import Technique
-from ..trace.blocks import block_paths
+from ..trace.blocks import block_levels
 from ..trace.capture import Loss
 from ..trace.fakes import OptimizerLike
 from ..trace.graph import Phase, Trace
 from .capture import capture_step
 from .staged import StagedRun, Watch
+
+_JOINED = 0.75
+"""Of the blocks, so many must be read by the next one only, or larger ones are tried."""
 
 
 def measure_chain(
@@ -41,13 +44,13 @@ def measure_chain(
 ) -> Chain:
     """The chain of blocks of the step that a plan makes, its own checkpointing left out.
 
-    `blocks` names the modules; by default they are found. Those that do not run exactly once
-    belong to what is around them. Names of the stages are paths of the blocks, in the order they
-    run: `Checkpointing.of(schedule.items, names)` executes a schedule for this chain. `seen` is
-    given the trace of the step that keeps everything.
+    `blocks` names the modules; by default they are found, as small as they still hand their output
+    to one another. Those that do not run exactly once belong to what is around them. Names of the
+    stages are paths of the blocks, in the order they run: `Checkpointing.of(schedule.items, names)`
+    executes a schedule for this chain. `seen` is given the trace of the step that keeps everything.
     """
     given = plan if isinstance(plan, Plan) else Plan.of(plan)
-    paths = tuple(blocks) or block_paths(model)
+    levels = [tuple(blocks)] if blocks else block_levels(model)[::-1]
 
     def run(items: tuple[Item, ...], paths: tuple[str, ...], optimizer: OptimizerLike) -> StagedRun:
         wrapped = Checkpointing.of(items, paths) if paths else None
@@ -63,17 +66,20 @@ def measure_chain(
         )
         return StagedRun(trace, watch)
 
-    kept = run(("keep",) * len(paths), paths, optimizer)
+    for paths in levels:  # the smallest blocks first
+        kept = run(("keep",) * len(paths), paths, optimizer)
+        ran = kept.watch.once()
+        if ran != paths and ran:
+            kept = run(("keep",) * len(ran), ran, optimizer)
+        if ran and sum(map(kept.joins, range(len(ran)))) >= _JOINED * (len(ran) - 1):
+            break
     if seen is not None:
         seen(kept.trace)
-    ran = kept.watch.once()
     if not ran:
         raise InputError(
             "no repeated blocks were found in the model",
             hint="name them, blocks=('stage1', 'stage2')",
         )
-    if ran != paths:
-        kept = run(("keep",) * len(ran), ran, optimizer)
     rounds, cheap_at, again_at = _rounds(kept, _classes(model, ran))
     # What the update takes is known by now.
     others = [run(items, ran, "sgd-plain") for items in rounds]
@@ -81,6 +87,9 @@ def measure_chain(
     def found(at: tuple[int, int]) -> _Block:
         return _Block(others[at[0]], at[1])
 
+    # A region holds all it was given, so what the head hands to every block may be there longer.
+    held = max(0, *(other.kept[0] - kept.kept[0] for other in others))
+    fixed_bytes = kept.fixed_bytes + held
     blocks_ = [
         _stage(path, _Block(kept, i), found(cheap_at[i]), found(again_at[i]))
         for i, path in enumerate(ran, start=1)
@@ -90,7 +99,7 @@ def measure_chain(
               parameter_gradient_bytes=kept.gradients[i], joins=False)
         for i in (0, len(ran) + 1)
     )  # fmt: skip
-    return Chain(head, tuple(blocks_), tail, kept.fixed_bytes, kept.update_peak_bytes)
+    return Chain(head, tuple(blocks_), tail, fixed_bytes, kept.update_peak_bytes)
 
 
 At = dict[int, tuple[int, int]]

@@ -85,23 +85,21 @@ class Result:
     event: Event
 
     def __str__(self) -> str:
-        end, settings = self.event, self.settings
-        predicted = end["predicted"]
+        end, settings, predicted = self.event, self.settings, self.event["predicted"]
         rows = [
             ("plan", str(settings.plan)),
             ("updates", f"{format_count(end['step'])} ({end['epoch']} epochs)"),
-            *(
-                [("accuracy", f"{end['accuracy']:.2f}% at the end")]
-                if end.get("accuracy") is not None
-                else []
-            ),
-            ("best accuracy", f"{end['best_accuracy']:.2f}% after epoch {end['best_epoch']}"),
             ("predicted peak", f"{_size(predicted.get('fundamental_peak_bytes'))} fundamental"),
             ("", f"{_size(predicted.get('step_peak_bytes'))} of the step's tensors"),
             ("measured peak", _size(end["measured_peak_bytes"])),
             ("time", duration(end["seconds"])),
             ("folder", end["folder"]),
         ]
+        if end["accuracy"] is not None:
+            best = f"{end['best_accuracy']:.2f}% after epoch {end['best_epoch']}"
+            rows[2:2] = [("accuracy", f"{end['accuracy']:.2f}%"), ("best accuracy", best)]
+        if end["event"] == "stopped":
+            rows.append(("", "stopped as asked; go on with --resume"))
         wide = max(len(name) for name, _ in rows)
         head = f"{settings.model} · {settings.data} ({settings.split}) · seed {settings.seed}"
         return "\n".join([head, *(f"{name:<{wide}}  {value}" for name, value in rows)])
@@ -141,7 +139,8 @@ def start(call: Call) -> Result:
         tf32=call.tf32,
     )
     settings = replace(settings, plan=settings.plan.changed(call.changes))
-    made = f"runs/{call.model.replace(':', '.')}-{call.data}-{time.strftime('%Y%m%d-%H%M%S')}"
+    name = f"{call.model.replace(':', '.')}-{call.data}-seed{call.seed}"
+    made = f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     with process_group(device):
         event = train(
             settings,
@@ -182,7 +181,7 @@ def _plan(call: Call, task: ImageTask, device: str) -> Plan:
     return Plan(
         sparsity=None if call.density is None else Sparsity(call.density),
         precision=None if call.precision is None else Precision(call.precision),
-        checkpointing=None if strategy is None else Checkpointing(strategy),
+        checkpointing=None if strategy is None else Checkpointing.parse(strategy),
         microbatching=None if size is None else Microbatching(size, simulated=call.simulated),
     )
 

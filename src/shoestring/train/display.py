@@ -85,7 +85,7 @@ class Display:
 
     def _say(self, text: str) -> None:
         if self._bar is not None:
-            self._bar.console.print(text, highlight=False)
+            self._bar.console.print(text, highlight=False, markup=False)
         elif not self._silent:
             print(text, file=sys.stderr, flush=True)
 

@@ -66,6 +66,7 @@ class GraphRunner:
         self._addresses: Any = None
         self._pool: Any = None
         self._wasted = 0
+        self._captures = 0
         self.enabled = True
 
     def __call__(self, batch: Any) -> torch.Tensor:
@@ -142,7 +143,8 @@ class GraphRunner:
             with rewound_streams():
                 drawn = stream_states()
                 starts = self._seen[shapes]
-                graph = CapturedStep(self._compute, batch, device, starts, self._pool)
+                again, self._captures = self._captures > 0, self._captures + 1
+                graph = CapturedStep(self._compute, batch, device, starts, self._pool, again=again)
                 if stream_states() != drawn:
                     raise RuntimeError("it draws random numbers on the host")
             if changed := host.changed():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -24,7 +25,10 @@ from .settings import Settings
 from .trainer import Trainer
 
 ASK_EVERY = 10
-"""Updates between two questions whether a rank was told to stop: the answer waits for the GPU."""
+"""Updates between two questions to all ranks: the answer waits for the GPU."""
+
+SNAPSHOT_SECONDS = 60.0
+"""Between two snapshots; one takes a tenth of a second."""
 
 
 def train(
@@ -42,8 +46,8 @@ def train(
 ) -> Event:
     """Train to the end, or go on to it; returns the last event, with the summary.
 
-    `snapshot_every` and `stop_after` count updates; by default there is one snapshot an epoch. With
-    several ranks all call it, and rank 0 alone reads and writes the folder.
+    `snapshot_every` and `stop_after` count updates; by default there is a snapshot every minute.
+    With several ranks all call it, and rank 0 alone reads and writes the folder.
     """
     with ExitStack() as held:
         folder = on_first(lambda: held.enter_context(run_folder(Path(out), resume=resume)))
@@ -56,7 +60,7 @@ def train(
             parallel=parallel,
             device_limit_bytes=device_limit_bytes,
         )
-        every = snapshot_every or trainer.feed.steps_per_epoch
+        saved = time.monotonic()
         last = min(trainer.updates, stop_after or trainer.updates)
         with (
             _records(folder, trainer, state) as records,
@@ -77,10 +81,15 @@ def train(
                     if ranks() == 1:  # the others do not know that it is time
                         _check(trainer, folder)
                     display.show()
-                ending = _agreed(asked, trainer)
-                if trainer.done % every == 0 or trainer.done == last or ending:
+                ending = _agreed(asked[0] if asked else 0, trainer)
+                if snapshot_every is None:
+                    due = _agreed(int(time.monotonic() - saved >= SNAPSHOT_SECONDS), trainer)
+                else:
+                    due = trainer.done % snapshot_every == 0
+                if due or ending or trainer.done == last:
                     _check(trainer, folder)
                     _save(folder, trainer, records)
+                    saved = time.monotonic()
                 if ending:
                     raise _stopped_by(ending, trainer, folder)
             return _finish(trainer, records, folder)
@@ -170,13 +179,13 @@ def _signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _agreed(asked: list[int], trainer: Trainer) -> int:
-    """The signal any rank was sent, 0 for none: all stop after the same update."""
+def _agreed(number: int, trainer: Trainer) -> int:
+    """The largest number of any rank, 0 where they are not asked: all do the same thing next."""
     if ranks() == 1:
-        return asked[0] if asked else 0
+        return number
     if trainer.device.type == "cuda" and trainer.done % ASK_EVERY:
         return 0
-    return largest(asked[0] if asked else 0)
+    return largest(number)
 
 
 def _stopped_by(number: int, trainer: Trainer, folder: Path) -> TrainingStopped:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..errors import InputError
+from ..errors import BudgetError, InputError
 from ..memory.items import Item
 from ..memory.model import ACCOUNTINGS
 from ..planning.allow import Allowed
@@ -37,8 +38,8 @@ inside CPU kernels by design, and on CUDA is off by up to 1.5% in 19 of 20 measu
 
 _SCHEDULES = 48
 """Of a chain's front, counted by the fundamental accounting."""
-_POINTS = 12
-"""Of a whole front, predicted by their own steps."""
+_POINTS = 8
+"""Of the front of each kind, predicted by their own steps."""
 
 
 def plan(
@@ -114,16 +115,21 @@ class Planner:
             self._narrow = known.narrow
             self.estimates = DeviceEstimates(model, batch, device=kind, costs=known, **common)
 
-    def plan(self, budget_bytes: int) -> BudgetPlan:
-        """The best that fits; BudgetError if nothing does."""
+    def plan(
+        self, budget_bytes: int, among: Callable[[Setting], bool] = lambda setting: True
+    ) -> BudgetPlan:
+        """The best of some settings that fits; BudgetError if nothing does."""
         limit = int(budget_bytes * (1 - self.margin))
         plain = self.estimates.plain
-        if plain.peak_bytes <= limit:
+        if plain.peak_bytes <= limit and among(Setting()):
             kept = Candidate(Setting(), None, plain.peak_bytes, plain.seconds, plain.flops)
             return self._result(Found(kept, plain), budget_bytes)
-        found, _ = search(self.estimates, self._settings(self.allowed), limit)
+        some = [s for s in self._settings(self.allowed) if among(s)]
+        found = search(self.estimates, some, limit)
         if found is None:
-            raise self._too_small(budget_bytes)
+            found = smallest(self.estimates, some)
+            if found is None or found.predicted.peak_bytes > limit:
+                raise self._too_small(budget_bytes, found)
         return self._result(found, budget_bytes)
 
     def smallest_bytes(self) -> int:
@@ -133,26 +139,20 @@ class Planner:
         return int(found.peak_bytes / (1 - self.margin)) + 1
 
     def front(self) -> tuple[FrontPoint, ...]:
-        """Memory against time of everything allowed; some of its points by their own steps."""
-        every = [
-            candidate
-            for setting in self._settings(self.allowed)
-            for candidate in self.estimates.front(setting)
-        ]
-        estimated = pareto([_point(c, exact=False) for c in every])
-        by_plan = {id(p): p for p in estimated}
-        step = max(len(estimated) - 1, 1) / (_POINTS - 1)
-        chosen = sorted({round(i * step) for i in range(_POINTS)} & set(range(len(estimated))))
-        known = {_point(c, exact=False): c for c in every}
-        points = []
-        for index in chosen:
-            point = by_plan[id(estimated[index])]
-            predicted = self.estimates.predict(known[point])
-            if predicted is not None:
-                points.append(
-                    FrontPoint(point.plan, predicted.peak_bytes, predicted.seconds, exact=True)
-                )
-        return pareto(points)
+        """Memory against time of lossless, near-lossless and lossy plans, by their own steps."""
+        made: list[FrontPoint] = []
+        for _, some in groupby(self._settings(self.allowed), key=lambda s: s.kind):
+            every = {_point(c): c for s in some for c in self.estimates.front(s)}
+            estimated = pareto(list(every))
+            apart = max(len(estimated) - 1, 1) / (_POINTS - 1)
+            for index in sorted({round(i * apart) for i in range(_POINTS)}):
+                if index < len(estimated):
+                    candidate = every[estimated[index]]
+                    predicted = self.estimates.predict(candidate)
+                    if predicted is not None:
+                        made.append(_exact(Found(candidate, predicted)))
+        kinds = dict.fromkeys(p.kind for p in made)
+        return tuple(p for kind in kinds for p in pareto([q for q in made if q.kind == kind]))
 
     def _settings(self, allowed: Allowed) -> list[Setting]:
         made = settings(
@@ -183,10 +183,7 @@ class Planner:
 
     def _result(self, found: Found, budget_bytes: int) -> BudgetPlan:
         candidate = found.candidate
-        points = [_point(c, exact=False) for c in self.estimates.front(candidate.setting)]
-        own = FrontPoint(
-            candidate.plan, found.predicted.peak_bytes, found.predicted.seconds, exact=True
-        )
+        points = [_point(c) for c in self.estimates.front(candidate.setting)]
         chosen = {
             name: getattr(candidate.plan, name)
             for name in ("sparsity", "precision", "checkpointing", "microbatching")
@@ -198,11 +195,10 @@ class Planner:
             predicted=found.predicted,
             plain=self.estimates.plain,
             choices=choices(candidate, self.estimates, self.batch_norm, self._settings(Allowed())),
-            front=pareto([own, *points]),
+            front=pareto([_exact(found), *points]),
         )
 
-    def _too_small(self, budget_bytes: int) -> Exception:
-        least = smallest(self.estimates, self._settings(self.allowed))
+    def _too_small(self, budget_bytes: int, least: Found | None) -> BudgetError:
         hints = []
         known = budget_bytes if least is None else least.predicted.peak_bytes
         allowed = self.allowed
@@ -215,8 +211,14 @@ class Planner:
         return budget_error(budget_bytes, self.margin, least, hints)
 
 
-def _point(candidate: Candidate, *, exact: bool) -> FrontPoint:
-    return FrontPoint(candidate.plan, candidate.peak_bytes, candidate.seconds, exact)
+def _point(candidate: Candidate) -> FrontPoint:
+    kind = candidate.setting.kind
+    return FrontPoint(candidate.plan, candidate.peak_bytes, candidate.seconds, False, kind)
+
+
+def _exact(found: Found) -> FrontPoint:
+    plan, kind, predicted = found.candidate.plan, found.candidate.setting.kind, found.predicted
+    return FrontPoint(plan, predicted.peak_bytes, predicted.seconds, True, kind)
 
 
 def _suggested(model: nn.Module, batch: Any, loss: Loss) -> Iterable[Checkpointing]:

@@ -27,6 +27,7 @@ def predict_step(
     optimizer: torch.optim.Optimizer,
 ) -> Measurement:
     """What `apply(plan, …).measure(batch)` will find; nothing is allocated or changed."""
+    chosen = Plan.of(plan.techniques if isinstance(plan, Plan) else plan)  # without a budget
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with warnings.catch_warnings(), same_random_streams():
         warnings.simplefilter("ignore")
@@ -35,6 +36,6 @@ def predict_step(
         twin_optimizer = make_optimizer(optimizer, twin, mapping)
         assert twin_optimizer is not None
         with user_code(), mode:
-            step = apply(plan, twin, twin_optimizer, loss=loss)
+            step = apply(chosen, twin, twin_optimizer, loss=loss)
             step(data)
             return step.measure(data)

@@ -22,9 +22,8 @@ def stream_states() -> tuple[Any, ...]:
     )
 
 
-@contextmanager
-def rewound_streams() -> Iterator[Callable[[], None]]:
-    """A function that takes every generator back to where it is now; called at the end, too."""
+def kept_streams() -> Callable[[], None]:
+    """A function that takes every generator back to where it is now."""
     held = torch.get_rng_state(), random.getstate(), np.random.get_state(), _cuda()
 
     def rewind() -> None:
@@ -34,6 +33,13 @@ def rewound_streams() -> Iterator[Callable[[], None]]:
         for number, state in enumerate(held[3]):
             torch.cuda.set_rng_state(state, number)
 
+    return rewind
+
+
+@contextmanager
+def rewound_streams() -> Iterator[Callable[[], None]]:
+    """`kept_streams`, called at the end, too."""
+    rewind = kept_streams()
     try:
         yield rewind
     finally:

@@ -51,7 +51,7 @@ def verify(
     lossy parts it is compared with the same plan without it. The model, the optimizer and the
     random streams given are left as they are. With fewer batches than steps they are used again.
     """
-    chosen = plan if isinstance(plan, Plan) else Plan.of(plan)
+    chosen = Plan.of(plan.techniques if isinstance(plan, Plan) else plan)  # without a budget
     data = _batches(batches, steps)
     with rewound_streams() as rewind:
         plain = _Plain(model, optimizer, loss)

@@ -12,7 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
+from typer.testing import CliRunner
 
+from shoestring.cli import app
 from shoestring.errors import InputError
 from shoestring.memory.items import Item, leaves, part, read, write
 from shoestring.memory.model import memory_profile
@@ -21,6 +23,7 @@ from shoestring.planning.chain import front
 from shoestring.planning.plan import Plan
 from shoestring.planning.stages import evaluate
 from shoestring.techniques import Checkpointing, Microbatching, Precision
+from shoestring.trace.blocks import block_levels
 from shoestring.trace.capture import capture
 from shoestring.train.apply import apply
 from shoestring.train.certificate import Level
@@ -98,7 +101,7 @@ def test_a_chain_says_what_every_schedule_needs(name: str) -> None:
     names = tuple(block.name for block in chain.blocks)
     points = front(chain)
     assert points[0].peak_bytes < 0.8 * points[-1].peak_bytes
-    for point in points[:: max(1, len(points) // 3)]:
+    for point in points[:: max(1, len(points) // 2)]:
         chosen = [Checkpointing.of(point.items, names)]
         predicted = predict_step(chosen, model, batch, loss=loss, optimizer=optimizer)
         assert point.peak_bytes == pytest.approx(predicted.peak_bytes, rel=0.002)
@@ -135,6 +138,31 @@ def test_blocks_that_something_else_reads_do_not_share_a_region() -> None:
     model, batch = Skipping(), torch.randn(3, 8)
     chain = measure_chain([], model, batch, loss=lambda m, b: m(b).sum(), optimizer="sgd")
     assert [block.joins for block in chain.blocks] == [False, True, False, False]
+
+
+def test_blocks_are_as_small_as_they_hand_on_their_output() -> None:
+    class Stage(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Layer() for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    class Twice(Stage):
+        """Its input is read again at the end, so that its last layer does not hand on."""
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.layers[0](self.layers[1](x))
+
+    batch: dict[str, Any] = {"loss": lambda m, b: m(b).sum(), "optimizer": "sgd"}
+    model = nn.Sequential(*(Stage() for _ in range(3)))
+    assert [len(level) for level in block_levels(model)] == [3, 6]
+    assert len(measure_chain([], model, torch.randn(3, 8), **batch).blocks) == 6
+    model = nn.Sequential(*(Twice() for _ in range(3)))
+    assert len(measure_chain([], model, torch.randn(3, 8), **batch).blocks) == 3
 
 
 class Layer(nn.Module):
@@ -196,7 +224,15 @@ def test_people_can_write_it() -> None:
     assert read("keep*2, [cheap , keep]*2, recompute") == (
         "keep", "keep", ("cheap", "keep"), ("cheap", "keep"), ("keep",),
     )  # fmt: skip
+    assert Checkpointing.parse("[cheap]*2") == Checkpointing.of((("cheap",), ("cheap",)))
+    assert Checkpointing.parse("residual-2*") == Checkpointing("residual-2*")
     assert write(read("recompute*3, [keep*2, [cheap*2]]")) == ("recompute*3", "[keep*2, [cheap*2]]")
+
+
+def test_the_command_line_takes_it() -> None:
+    ran = CliRunner().invoke(app, ["profile", "wrn-10-1", "--checkpoint", "[cheap], [keep*2]"])
+    assert ran.exit_code == 0
+    assert "fp32 · [cheap], [keep*2]" in ran.stdout
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,12 @@ class Checkpointing(WholeBatch):
             read(self.schedule)
 
     @classmethod
+    def parse(cls, text: str) -> Checkpointing:
+        """A strategy by its name, or what `per-block` does: "keep*3, recompute*8"."""
+        by_block = re.match(r"\s*(keep|cheap|recompute|\[)", text)
+        return cls("per-block", schedule=(text,)) if by_block else cls(text)
+
+    @classmethod
     def of(cls, items: Sequence[Item], blocks: tuple[str, ...] = ()) -> Checkpointing:
         """The technique that does this with the blocks."""
         return cls("per-block", blocks, write(items))

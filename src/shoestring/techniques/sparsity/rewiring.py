@@ -85,25 +85,31 @@ class Rewiring:
         """Drop and grow now; the number of nonzeros stays, momentum starts again."""
         if not self.tensors:
             return
-        run: dict[str, Callable[[], tuple[list[torch.Tensor], list[int]]]] = {
+        run: dict[str, Callable[[list[torch.Tensor]], tuple[list[torch.Tensor], list[int]]]] = {
             "dsr": self._dynamic_reparameterization,
             "set": self._evolution,
         }
-        dropped, grown = run[self.method]()
-        for tensor, drop, grow in zip(self.tensors, dropped, grown, strict=True):
+        values = _on_host([t.values.detach() for t in self.tensors])
+        indices = _on_host([t.index for t in self.tensors])
+        dropped, grown = run[self.method](values)
+        for tensor, old, index, drop, grow in zip(
+            self.tensors, values, indices, dropped, grown, strict=True
+        ):
             before = tensor.nonzeros
-            _move(tensor, drop, grow, self.generator)
+            _move(tensor, old, index, drop, grow, self.generator)
             tensor.reset_state(before)
         self.rewirings += 1
         self.rewired += sum(grown)
 
-    def _dynamic_reparameterization(self) -> tuple[list[torch.Tensor], list[int]]:
+    def _dynamic_reparameterization(
+        self, values: list[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], list[int]]:
         """Drop |w| < H everywhere, double or halve H, grow (l_i / L) K.
 
         Departure: a tensor that loses all it has gets one new position first, or it would stay
         empty for good.
         """
-        dropped = [(t.values.abs() < self.threshold).cpu() for t in self.tensors]
+        dropped = [old.abs() < self.threshold for old in values]
         counts = [int(drop.sum()) for drop in dropped]
         total = sum(counts)
         wanted = self.fraction * sum(t.numel for t in self.tensors)
@@ -117,12 +123,12 @@ class Rewiring:
         grown = shares(total - sum(saved), left, room)
         return dropped, [g + s for g, s in zip(grown, saved, strict=True)]
 
-    def _evolution(self) -> tuple[list[torch.Tensor], list[int]]:
+    def _evolution(self, values: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[int]]:
         """In each tensor drop its share of the smallest and grow as many."""
         dropped, grown = [], []
-        for tensor in self.tensors:
+        for tensor, old in zip(self.tensors, values, strict=True):
             count = min(tensor.nonzeros, round(self.fraction * tensor.numel))
-            smallest = tensor.values.abs().cpu().sort(stable=True).indices[:count]
+            smallest = old.abs().sort(stable=True).indices[:count]
             drop = torch.zeros(tensor.nonzeros, dtype=torch.bool)
             drop[smallest] = True
             dropped.append(drop)
@@ -148,17 +154,30 @@ class Rewiring:
         self.rewired = int(state["rewired"])
 
 
-def _move(tensor: SparseTensor, drop: torch.Tensor, grow: int, generator: torch.Generator) -> None:
+def _on_host(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Flat tensors on the CPU; those of a GPU come together, since each wait for it is long."""
+    if all(t.device.type == "cpu" for t in tensors) or len({t.dtype for t in tensors}) > 1:
+        return [t.cpu() for t in tensors]
+    return list(torch.cat(tensors).cpu().split([t.numel() for t in tensors]))
+
+
+def _move(
+    tensor: SparseTensor,
+    old: torch.Tensor,
+    index: torch.Tensor,
+    drop: torch.Tensor,
+    grow: int,
+    generator: torch.Generator,
+) -> None:
     """Without the dropped, with `grow` more at random among the zeros, at value 0.
 
-    Positions are drawn on the CPU whatever the device, so that a seed means the same everywhere.
+    All on the CPU whatever the device, so that a seed means the same everywhere.
     """
-    index = tensor.index.cpu()
     kept = torch.zeros(tensor.numel, dtype=torch.bool)
     kept.masked_scatter_(plain.decode(index, tensor.shape, tensor.nonzeros), ~drop)
     mask = kept.clone()
     mask[random_positions(~kept, grow, generator)] = True
-    old = tensor.values.detach()
     values = old.new_zeros(tensor.nonzeros - int(drop.sum()) + grow)
-    values.masked_scatter_(kept[mask].to(old.device), old[~drop.to(old.device)])
-    tensor.replace(values, plain.encode(mask, tensor.shape).to(old.device))
+    values.masked_scatter_(kept[mask], old[~drop])
+    device = tensor.values.device
+    tensor.replace(values.to(device), plain.encode(mask, tensor.shape).to(device))

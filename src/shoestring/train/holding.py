@@ -1,0 +1,170 @@
+"""A step that watches its budget: says when its peak passes it, and takes back what failed."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from ..errors import BudgetError, BudgetWarning
+from ..planning.result import BudgetPlan, short
+from ..units import format_size
+from .streams import kept_streams
+
+if TYPE_CHECKING:
+    from .apply import Step
+
+RETRIES = 8
+"""Tighter plans tried for one minibatch."""
+
+Tighten = Callable[["Step", int | None], None]
+"""Go on by a plan for less; given the measured peak, or None when the device ran out of memory."""
+
+
+class Hold:
+    """Runs the steps of a plan for a budget and compares what they need with it.
+
+    On CUDA the allocator's peak is read after every step. On the CPU storages are followed in the
+    second step of every shape, which has all optimizer state; the others run as they are.
+    """
+
+    def __init__(self, step: Step, plan: BudgetPlan, tighten: Tighten | None = None) -> None:
+        self._step, self._plan, self._tighten = step, plan, tighten
+        self._seen: dict[Any, int] = {}
+        self._moving: set[str] | None = None
+        """Buffers that a step writes to, known after the first."""
+        self._first: dict[str, torch.Tensor] = {}
+
+    def __call__(self, batch: Any) -> torch.Tensor:
+        """One step; where the device runs out of memory, as if it had not begun."""
+        for _ in range(RETRIES):
+            undo = self._undo()
+            try:
+                loss, peak_bytes = self._run(batch)
+            except Exception as error:
+                if not out_of_memory(error):
+                    raise
+            else:
+                self._succeeded(peak_bytes)
+                return loss
+            # Only now: the error's traceback held the tensors of the step.
+            message = self._failed(undo)
+            if self._tighten is None:
+                raise BudgetError(message, hint=_HINT)
+            warnings.warn(message, BudgetWarning, stacklevel=3)
+            self._go_on(None)
+        raise BudgetError(f"{message}, {RETRIES} times in a row", hint=_HINT)
+
+    def _succeeded(self, peak_bytes: int | None) -> None:
+        if self._moving is None:
+            # By value: BatchNorm's kernels do not count as writing.
+            buffers = dict(self._step.model.named_buffers())
+            first = self._first
+            self._moving = {n for n, b in buffers.items() if not _same(first.get(n), b)}
+            self._first = {}
+        if peak_bytes is not None and peak_bytes > self._plan.budget_bytes:
+            self._passed(peak_bytes)
+
+    def _go_on(self, peak_bytes: int | None) -> None:
+        assert self._tighten is not None
+        self._tighten(self._step, peak_bytes)
+        assert isinstance(self._step.plan, BudgetPlan)
+        self._plan, self._seen = self._step.plan, {}
+
+    def _run(self, batch: Any) -> tuple[torch.Tensor, int | None]:
+        step = self._step
+        if next(step.model.parameters()).device.type == "cuda":
+            before = torch.cuda.max_memory_allocated()
+            if before > self._plan.budget_bytes:  # of something else, and it would hide this step
+                torch.cuda.reset_peak_memory_stats()
+                before = 0
+            loss = step._run(batch)
+            reached = torch.cuda.max_memory_allocated()
+            return loss, reached if reached > before else None
+        shapes = tuple(t.shape for t in tree_leaves(batch) if isinstance(t, torch.Tensor))
+        self._seen[shapes] = self._seen.get(shapes, 0) + 1
+        if self._seen[shapes] != 2:
+            return step._run(batch), None
+        peak_bytes = step.measure(batch).peak_bytes
+        assert step.loss is not None
+        return step.loss, peak_bytes
+
+    def _undo(self) -> Callable[[], bool]:
+        """What takes the step back: streams and buffers; False if weights have moved already."""
+        step = self._step
+        rewind = kept_streams()
+        buffers = dict(step.model.named_buffers())
+        moving = buffers if self._moving is None else self._moving & buffers.keys()
+        held = {name: buffers[name].detach().clone() for name in moving}
+        if self._moving is None:
+            self._first = held
+        weights = [(p, p._version) for p in step.model.parameters()]
+
+        def undo() -> bool:
+            step.optimizer.zero_grad(set_to_none=True)
+            for parameter in step.model.parameters():
+                parameter.grad = None
+            if any(p._version != version for p, version in weights):
+                return False
+            with torch.no_grad():
+                for name, value in held.items():
+                    buffers[name].copy_(value)
+            rewind()
+            return True
+
+        return undo
+
+    def _failed(self, undo: Callable[[], bool]) -> str:
+        """Free what the step left; say what it was planned to need."""
+        intact = undo()
+        gc.collect()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+        plan = self._plan
+        planned, budget = _size(plan.predicted.peak_bytes), _size(plan.budget_bytes)
+        message = (
+            f"out of memory by the plan {short(plan)}: predicted {planned} for a budget of {budget}"
+        )
+        if not intact:
+            raise BudgetError(
+                message + "; it happened within the update, so weights have partly moved",
+                hint="go on from a snapshot, with a smaller budget",
+            )
+        return message + "; the step did not happen"
+
+    def _passed(self, peak_bytes: int) -> None:
+        plan = self._plan
+        over = _size(peak_bytes - plan.budget_bytes)
+        warnings.warn(
+            f"the step needed {_size(peak_bytes)}, {over} more than its budget of "
+            f"{_size(plan.budget_bytes)}; predicted were {_size(plan.predicted.peak_bytes)}",
+            BudgetWarning,
+            stacklevel=5,
+        )
+        if self._tighten is not None:
+            self._go_on(peak_bytes)
+
+
+_HINT = "plan for a smaller budget, or use fit, which does"
+_SIGNS = ("can't allocate memory", "not enough memory", "bad_alloc", "out of memory")
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether it says that a device or the machine has no more memory; its cause counts."""
+    while error.__cause__ is not None and not isinstance(error, torch.OutOfMemoryError):
+        error = error.__cause__
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
+
+
+def _same(before: torch.Tensor | None, now: torch.Tensor) -> bool:
+    return before is not None and before.shape == now.shape and torch.equal(before, now)
+
+
+def _size(nbytes: int) -> str:
+    return format_size(nbytes, digits=2)

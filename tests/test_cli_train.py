@@ -1,0 +1,120 @@
+"""`shoestring train` from the outside: what it prints, what it leaves, how it fails."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import tiny_nets
+from shoestring.cli import main
+from shoestring.records.run import read
+from shoestring.tasks.cifar10 import VARIABLE
+from shoestring.train import snapshot
+
+SHORT = ["train", tiny_nets.TINY, "--data", "digits", "--batch", "100", "--device", "cpu"]
+
+
+@pytest.fixture
+def run(monkeypatch, capsys, tmp_path):
+    """Runs the command; exit status, stdout and stderr."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["shoestring", *arguments])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as left:
+            main()
+        captured = capsys.readouterr()
+        return left.value.code or 0, captured.out, captured.err
+
+    monkeypatch.setattr("warnings.showwarning", lambda *args, **kwargs: None)
+    return call
+
+
+def test_a_run_on_digits(run, tmp_path):
+    status, out, err = run(*SHORT, "--epochs", "2", "--out", "first")
+    assert status == 0, err
+    events = read(tmp_path / "first")
+    assert [e["event"] for e in events] == ["start", "evaluation", "evaluation", "end"]
+    shown = {line.partition("  ")[0]: line.partition("  ")[2].strip() for line in out.splitlines()}
+    assert shown["accuracy"] == f"{events[-1]['accuracy']:.2f}%"
+    assert shown["updates"] == "28 (2 epochs)" and shown["folder"] == "first"
+    assert shown["measured peak"] in err and "epoch 2/2 · loss" in err
+    assert f"tiny_nets:tiny_residual · digits (test) · seed 0\nplan{' ' * 12}plain" in out
+
+
+def test_stop_resume_and_json(run, tmp_path):
+    flags = ["--epochs", "2", "--out", "a", "--microbatch", "50", "--simulated", "--density", "0.5"]
+    status, out, _ = run(*SHORT, *flags, "--stop-after", "9 steps")
+    assert status == 0 and "stopped as asked" in out
+    status, _, err = run(*SHORT, *flags)
+    assert status == 2 and "a holds a run already" in err and "--resume" in err
+    status, out, err = run(*SHORT, *flags, "--resume", "--json")
+    assert status == 0, err
+    end = json.loads(out)
+    assert end["event"] == "end" and end["step"] == 28
+    settings = read(tmp_path / "a")[0]["settings"]
+    assert settings["plan"]["microbatching"] == {"size": 50, "simulated": True}
+    assert settings["plan"]["sparsity"]["density"] == 0.5
+    status, _, err = run(*SHORT, *flags[:-2], "--resume")
+    assert status == 2 and "the run has plan" in err
+
+
+def test_stop_after_counts_epochs_and_the_folder_has_a_name(run, tmp_path):
+    status, out, _ = run(*SHORT, "--split", "validation", "--stop-after", "1")
+    assert status == 0 and "12 (1 epochs)" in out
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert folder.name.startswith("tiny_nets.tiny_residual-digits-seed0-")
+    assert len(snapshot.found(folder)) == 1
+
+
+def test_a_budget_is_planned_for(run, tmp_path):
+    flags = ["--budget", "4 MB", "--out", "a", "--stop-after"]
+    status, _, err = run(*SHORT, *flags, "3 steps")
+    assert status == 0, err
+    end = json.loads(run(*SHORT, *flags, "4 steps", "--resume", "--json")[1])
+    assert 0 < end["measured_peak_bytes"] <= 4_000_000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["train", "wrn-10-1"], "Missing option '--data'"),
+        ([*SHORT, "--resume"], "--resume needs the folder"),
+        ([*SHORT, "--simulated"], "--simulated needs the size"),
+        ([*SHORT, "--plan", "p.toml", "--density", "0.3"], "--plan and --density are both given"),
+        ([*SHORT, "--budget", "1 MB", "--simulated"], "--budget and --simulated are both given"),
+        ([*SHORT, "--allow", "sparsity"], "--allow says what a budget may cost"),
+        ([*SHORT, "--stop-after", "0"], "cannot read --stop-after '0'"),
+        ([*SHORT, "--snapshot-every", "0"], "--snapshot-every 0 is below 1"),
+        ([*SHORT, "--data-on", "moon"], "unknown place 'moon'"),
+        ([*SHORT[:-2], "--device", "mps"], "training on mps is not supported"),
+        ([*SHORT[:-2], "--device", "toaster"], "no device is called 'toaster'"),
+        ([*SHORT, "--batch", "2000"], "a batch of 2000 from 1,438 training images"),
+        ([*SHORT, "--split", "train"], "unknown split 'train'"),
+        (["train", "wrn-11-1", "--data", "digits"], "cannot have depth 11"),
+        (["train", "dc-transformer", "--data", "digits"], "does not take images"),
+        (["train", "wrn-10-1", "--data", "mnist"], "no data is called 'mnist'"),
+        (["train", "wrn-10-1", "--data", "cifar10"], "cifar10 needs the folder"),
+        (["train", "wrn-10-1", "--data", "cifar10", "--data-dir", "no"], "no CIFAR-10 in no"),
+        ([*SHORT, "--out", "/proc/run"], "cannot write to /proc/run"),
+    ],
+)
+def test_mistakes_are_one_line_and_status_2(run, monkeypatch, arguments, said):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    status, out, err = run(*arguments)
+    assert status == 2 and said in err and "Traceback" not in err
+    assert out == "" and len(err.strip().splitlines()) <= 2
+
+
+def test_stdout_has_the_summary_alone(tmp_path):
+    """As a process: data on stdout, progress on stderr."""
+    done = subprocess.run(
+        [sys.executable, "-m", "shoestring", "train", "wrn-10-0.25", "--data", "digits",
+         "--batch", "20", "--stop-after", "3 steps", "--out", tmp_path / "run", "--json",
+         "--device", "cpu"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["step"] == 3
