@@ -102,6 +102,8 @@ def _named(name: str, value: Any) -> str:
 
 
 def _lines(make: Any, results: Results, figure: Figure) -> Any:
+    from matplotlib import ticker
+
     canvas = make()
     axes = canvas.subplots()
     drawn = 0
@@ -120,10 +122,9 @@ def _lines(make: Any, results: Results, figure: Figure) -> Any:
         axes.step(*zip(*points, strict=True), where="post", color="0.6", lw=1, zorder=0)
     if figure.log_x:
         axes.set_xscale("log")
-        low, high = axes.get_xlim()
+        axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        few = high / low < 10  # powers of ten alone would leave the axis without a number
-        axes.xaxis.set_minor_formatter(lambda value, _: f"{value:g}" if few else "")
+        axes.xaxis.set_minor_formatter(ticker.NullFormatter())
     axes.set_xlabel(label_of(results, figure.x))
     axes.set_ylabel(label_of(results, figure.y))
     axes.set_title(figure.title or results.study.title, fontsize=10)

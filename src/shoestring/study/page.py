@@ -198,7 +198,11 @@ def _host(run: Outcome) -> str:
 
 def _html_table(table: Table) -> str:
     heads = [*table.heads, *(["runs"] if table.sources else [])]
-    lines = [f"<h3>{escape(table.title)}</h3>", '<div class="scroll"><table>', _cells(heads, "th")]
+    lines = [
+        f"<h3>{escape(table.title)}</h3>",
+        '<div class="scroll" tabindex="0"><table>',
+        _cells(heads, "th"),
+    ]
     for number, row in enumerate(table.cells):
         lines.append(_cells(row, links=table.sources[number] if table.sources else None))
     lines.append("</table></div>")
@@ -222,6 +226,7 @@ def _pareto(results: Results) -> str:
         "what is shown. Arrow keys walk through the points, Enter chooses one.</p>",
         '<div class="controls" id="filters"></div>',
         '<div id="pareto"></div>',
+        '<p id="pareto-series"></p>',
         '<div class="panel" id="pareto-said" aria-live="polite"></div>',
         '<p class="faint" id="pareto-count"></p>',
         title="Memory and " + results.study.score_label,
@@ -248,7 +253,7 @@ def _timeline() -> str:
         '<svg id="pie" viewBox="0 0 200 200" style="max-width:16rem" role="img" '
         'aria-label="shares of the memory at the peak; the table has the numbers"></svg>'
         '<table><tbody id="pie-rows"></tbody></table></div>',
-        '<div><h3>What is live there</h3><div class="scroll tall"><table class="wrap">'
+        '<div><h3>What is live there</h3><div class="scroll tall" tabindex="0"><table class="wrap">'
         + _cells(["module", "kind", "size"], "th")
         + '<tbody id="live"></tbody></table></div></div></div>',
         title="Memory of one step",
@@ -274,7 +279,7 @@ def _agreement(results: Results) -> str:
     if not rows:
         return ""
     names = results.varied or ("model",)
-    lines = ['<div class="scroll tall"><table>']
+    lines = ['<div class="scroll tall" tabindex="0"><table>']
     heads = [SETTINGS.get(n, n.rpartition(".")[2].replace("_", " ")) for n in names]
     lines.append(_cells([*heads, "predicted (bytes)", "measured (bytes)", "difference"], "th"))
     for row in rows:
@@ -296,7 +301,7 @@ def _agreement(results: Results) -> str:
 def _runs(results: Results) -> str:
     """Every run with what it was given and where its records lie."""
     heads = ["run", results.study.score, "peak (MB)", "seconds", "revision", "settings"]
-    lines = ['<div class="scroll tall"><table class="runs">', _cells(heads, "th")]
+    lines = ['<div class="scroll tall" tabindex="0"><table class="runs">', _cells(heads, "th")]
     for name, run in results.outcomes.items():
         settings = ", ".join(f"{n} {v}" for n, v in run.job.settings.items() if n != "model")
         first = f'<td><a href="../runs/{escape(name)}/records.jsonl">{escape(name)}</a></td>'

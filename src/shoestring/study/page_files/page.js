@@ -25,7 +25,12 @@ function pareto() {
     .filter((row) => row.memory && row.score !== null).sort((a, b) => a.memory - b.memory);
   const controls = byId("filters"), said = byId("pareto-said"), picked = {};
   const seriesName = data.series;
-  const series = [...new Set(rows.map((row) => row.settings[seriesName]))];
+  const series = [...new Set(data.rows.map((row) => row.settings[seriesName]))];
+  if (series.length > 1) series.forEach((value, i) => {
+    const item = element("span", {}, byId("pareto-series"));
+    element("span", { class: "swatch", style: `background:${colours[i % colours.length]}` }, item);
+    item.append(`${data.heads[seriesName] ?? seriesName} ${value}  `);
+  });
   for (const name of data.varied) {
     const values = [...new Set(rows.map((row) => row.settings[name] ?? "–"))];
     if (values.length < 2 || values.length > 24) continue;
