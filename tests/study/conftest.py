@@ -6,12 +6,12 @@ import time
 import pytest
 from studies import TINY, context, ended, study_process
 
-KILLS = 2
+KILLS = 1
 
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
-    """The folder of the tiny study, killed twice at random moments and resumed."""
+    """The folder of the tiny study, killed at a random moment and resumed."""
     folder = tmp_path_factory.mktemp("study")
     file, out, log = folder / "tiny.toml", folder / "tiny", folder / "log"
     file.write_text(TINY)

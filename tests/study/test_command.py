@@ -56,6 +56,14 @@ def test_a_ray_cluster_gives_the_same_numbers(tmp_path):
     assert len(records(tmp_path / "ray")) == 2
 
 
+def test_a_cluster_that_is_not_there(tmp_path):
+    pytest.importorskip("ray")
+    file = tmp_path / "one.toml"
+    file.write_text(ONE)
+    with pytest.raises(InputError, match=r"no Ray cluster answers at '127\.0\.0\.1:1'"):
+        run_study(file, tmp_path / "out", ray="127.0.0.1:1")
+
+
 def test_what_is_done_is_not_done_again_and_a_changed_study_goes_on(tmp_path):
     file, out = tmp_path / "one.toml", tmp_path / "out"
     file.write_text("profile = false\n" + ONE)
@@ -79,7 +87,7 @@ def test_what_is_done_is_not_done_again_and_a_changed_study_goes_on(tmp_path):
 
 def test_interrupted_it_saves_and_says_how_to_go_on(tmp_path):
     file, out, log = tmp_path / "long.toml", tmp_path / "out", tmp_path / "log"
-    file.write_text(ONE.replace("epochs = 1", "epochs = 100000"))
+    file.write_text(ONE.replace("epochs = 1", "epochs = 100000\nsnapshot_every = 7"))
     process = context().Process(target=study_process, args=(file, out, log))
     process.start()
     while not list(out.glob("runs/*/snapshot-*.pt")):

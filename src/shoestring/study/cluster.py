@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from ..errors import InputError
 from .execute import Place, execute, fail, outcome
 from .expand import Job
 from .local import ATTEMPTS, TICK_SECONDS, Ended, Tick
+
+CONNECT_SECONDS = 10.0
 
 
 def run(
@@ -23,8 +26,11 @@ def run(
     except ImportError:
         raise InputError("Ray is not installed", hint="pip install 'shoestring[ray]'") from None
     try:
+        host, colon, port = address.rpartition(":")
+        if colon and port.isdecimal() and "/" not in host:  # Ray itself would try for minutes
+            socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS).close()
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, ValueError, RuntimeError) as error:
+    except (OSError, OverflowError, ValueError, RuntimeError) as error:
         said = str(error).strip().partition("\n")[0]
         raise InputError(
             f"no Ray cluster answers at {address!r}: {said}",

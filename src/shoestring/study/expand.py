@@ -189,10 +189,11 @@ def _row(study: Study, point: Values, chosen: Values) -> RowJobs:
     if study.kind == "profile":
         return RowJobs(shown, {}, (), Job("profile", counted), None)
     memory = {n: v for n, v in counted.items() if n not in ("seed", "lr", "epochs", "eval_every")}
+    flags = not {"plan", "budget"} & counted.keys()  # else the runs themselves say what they count
     return RowJobs(
         settings={n: v for n, v in shown.items() if n != "seed"},
         trained={n: trained.get(n) for n in real},
         trials=_trials(trained, study.seeds),
-        profile=Job("profile", memory) if study.profile else None,
+        profile=Job("profile", memory) if study.profile and flags else None,
         measure=Job("measure", memory) if real and study.measure else None,
     )

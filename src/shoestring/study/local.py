@@ -63,6 +63,7 @@ def run(
             if asked:
                 for process, *_ in running.values():
                     process.terminate()
+                for process, *_ in running.values():
                     process.join()
             for sentinel, (process, lifeline, job, attempt) in list(running.items()):
                 if process.is_alive():

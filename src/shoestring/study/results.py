@@ -146,6 +146,8 @@ def _loose(where: Path) -> Results:
         outcomes[place] = Outcome(Job("train", settings), file.parent, tuple(events))
         kept = {n: v for n, v in settings.items() if n not in OTHERS}
         groups.setdefault(repr(sorted(kept.items())), (kept, []))[1].append(outcomes[place])
+    if not groups:
+        raise InputError(f"no run in {where} has ended", hint="go on with --resume")
     rows = [_row(study.score, kept, {}, runs, None, None) for kept, runs in groups.values()]
     return Results(study, tuple(_relative(rows, None)), (), outcomes, unfinished)
 
