@@ -1,5 +1,7 @@
 """One study that was really run, for all tests that read its records."""
 
+import fcntl
+import os
 import random
 import time
 
@@ -11,8 +13,20 @@ KILLS = 1
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
-    """The folder of the tiny study, killed at a random moment and resumed."""
-    folder = tmp_path_factory.mktemp("study")
+    """The folder of the tiny study; of several processes of tests the first one makes it."""
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    with (shared / "tiny.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        folder = shared / "tiny-study"
+        if not folder.exists():
+            folder.mkdir()
+            make(folder)
+        return folder / "tiny"
+
+
+def make(folder):
+    """Run the study; it is killed at a random moment and resumed."""
     file, out, log = folder / "tiny.toml", folder / "tiny", folder / "log"
     file.write_text(TINY)
     chance = random.Random(3)
@@ -30,4 +44,3 @@ def tiny(tmp_path_factory):
     process.start()
     process.join()
     assert process.exitcode == 0, log.read_text()
-    return out

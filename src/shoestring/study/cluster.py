@@ -29,7 +29,12 @@ def run(
         host, colon, port = address.rpartition(":")
         if colon and port.isdecimal() and "/" not in host:  # Ray itself would try for minutes
             socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS).close()
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        ray.init(
+            address=address,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            include_dashboard=False if address == "local" else None,
+        )
     except (OSError, OverflowError, ValueError, RuntimeError) as error:
         said = str(error).strip().partition("\n")[0]
         raise InputError(

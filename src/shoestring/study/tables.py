@@ -126,7 +126,9 @@ def columns_of(results: Results) -> list[str]:
     if results.study.columns is not None:
         return list(results.study.columns)
     likely = ("counted_bytes", "measured_bytes", "reduction", "flops_ratio", "score")
-    return [n for n in likely if any(n in row.quantities for row in results.rows)]
+    found = [n for n in likely if any(n in row.quantities for row in results.rows)]
+    again = any(row.quantities.get("flops_ratio", 1) > 1 for row in results.rows)
+    return [n for n in found if n != "flops_ratio" or again]
 
 
 def main_table(results: Results) -> Table:
