@@ -28,10 +28,12 @@ from .options import (
     OptimizerName,
     PlanFile,
     PrecisionKind,
+    changes,
     planned,
     techniques,
 )
 from .progress import working
+from .study import verbs
 from .units import format_count, format_flops, format_size
 
 app = typer.Typer(
@@ -86,6 +88,9 @@ def profile(
         str, typer.Option(help="cpu or cuda, for --accounting device; it need not be there.")
     ] = "cpu",
     loss: LossName = None,
+    html: Annotated[
+        str | None, typer.Option(help="Also write a page with the timeline of the step.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Where every byte of a training step goes, before anything is allocated."""
@@ -121,6 +126,10 @@ def profile(
         "precision": precision or "fp32",
         "checkpoint": checkpoint or "none",
     }
+    if html is not None:
+        from .study.page import write_profile
+
+        write_profile(html, settings, result)
     if as_json:
         typer.echo(json.dumps({**settings, **result.as_dict()}))
     else:
@@ -222,6 +231,12 @@ def train(
         bool, typer.Option("--simulated", help="Microbatches only for BatchNorm's statistics.")
     ] = False,
     checkpoint: Checkpoint = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", help="Another setting, 'sparsity.fraction_multiplier=2'; repeatable."
+        ),
+    ] = None,
     epochs: Annotated[int | None, typer.Option(help="By default the recipe's.")] = None,
     updates: Annotated[
         int | None, typer.Option(help="Length of a training on text, in place of epochs.")
@@ -300,6 +315,7 @@ def train(
             microbatch=microbatch,
             simulated=simulated,
             checkpoint=checkpoint,
+            changes=changes(set_ or ()),
             epochs=epochs,
             batch=batch,
             learning_rate=lr,
@@ -454,6 +470,10 @@ def prepare(
         task = load_text(data, folder=data_dir, languages=languages, merges=merges)
         save(task, Path(out))
     typer.echo(json.dumps({"name": task.name, "folder": out, **task.notes}))
+
+
+app.command(epilog=verbs.STUDY_EXAMPLES)(verbs.study)
+app.command(epilog=verbs.REPORT_EXAMPLES)(verbs.report)
 
 
 def show_profile(settings: dict[str, Any], result: Any) -> None:

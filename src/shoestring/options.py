@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import tomllib
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -54,6 +56,22 @@ def techniques(
     if checkpoint is not None:
         chosen.append(Checkpointing.parse(checkpoint))
     return chosen
+
+
+def changes(texts: Iterable[str]) -> dict[str, Any]:
+    """'technique.setting=value' as name and value; a value is read as TOML, else as text."""
+    found: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or "." not in name:
+            raise InputError(
+                f"cannot read --set {text!r}", hint="such as sparsity.fraction_multiplier=2"
+            )
+        try:
+            found[name.strip()] = tomllib.loads(f"value = {value}")["value"]
+        except tomllib.TOMLDecodeError:
+            found[name.strip()] = value.strip()
+    return found
 
 
 def planned(

@@ -88,6 +88,14 @@ class Plan:
                 raise InputError(f"{name}: {error}", hint="see the technique's README") from None
         return cls(**found)
 
+    def changed(self, changes: Mapping[str, Any]) -> Plan:
+        """The plan with some settings replaced, each named "technique.setting"."""
+        given = self.to_dict()
+        for name, value in changes.items():
+            technique, _, setting = name.partition(".")
+            given.setdefault(technique, {})[setting] = value
+        return self.from_dict(given) if changes else self
+
     def to_json(self) -> str:
         """One JSON object."""
         return json.dumps(self.to_dict(), indent=2)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import sys
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,8 @@ class Call:
     microbatch: int | None = None
     simulated: bool = False
     checkpoint: str | None = None
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of techniques that have no flag, such as "sparsity.fraction_multiplier": 2."""
     epochs: int | None = None
     batch: int | None = None
     learning_rate: float | None = None
@@ -145,6 +148,7 @@ def start(call: Call) -> Result:
         languages=call.languages, merges=call.merges,
     )  # fmt: skip
     settings = _settings(call, task, device)
+    settings = replace(settings, plan=settings.plan.changed(call.changes))
     name = f"{call.model.replace(':', '.')}-{task.name}-seed{call.seed}"
     made = f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     with process_group(device):

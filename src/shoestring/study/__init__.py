@@ -1,0 +1,1 @@
+"""Studies: a TOML file → runs → statistics, tables, figures and a page."""

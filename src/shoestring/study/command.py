@@ -1,0 +1,151 @@
+"""`shoestring study`: a file → all its runs, in a folder that says what is done."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ..errors import InputError, TrainingStopped
+from ..train.folder import run_folder
+from . import cluster, local
+from .display import Progress
+from .execute import FAILURE, Outcome, Place, outcome
+from .expand import Expansion, Job, expand
+from .spec import Study, load
+
+SPEC = "study.toml"
+RUNS = "runs"
+
+
+class Folder:
+    """A study's folder: its file, and one folder for each run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._known: dict[str, Outcome] = {}
+
+    def of(self, job: Job) -> Path:
+        """Where a job's records lie."""
+        return self.path / RUNS / job.name
+
+    def outcome(self, job: Job) -> Outcome | None:
+        """How it ended; what has ended once is not read again."""
+        if job.name not in self._known:
+            found = outcome(job, self.of(job))
+            if found is None:
+                return None
+            self._known[job.name] = found
+        return self._known[job.name]
+
+    def score(self, study: Study) -> Callable[[Job], float | None]:
+        """The score of a job that ended, NaN where it failed or has none."""
+
+        def score(job: Job) -> float | None:
+            found = self.outcome(job)
+            if found is None:
+                return None
+            value = None if found.error is not None else found.end.get(study.score)
+            return math.nan if value is None else float(value)
+
+        return score
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a study came to."""
+
+    folder: str
+    runs: int
+    failed: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """For `--json`."""
+        return {"folder": self.folder, "runs": self.runs, "failed": self.failed}
+
+    def __str__(self) -> str:
+        failed = f", {self.failed} of them failed" if self.failed else ""
+        return f"{self.runs} runs in {self.folder}{failed}"
+
+
+def run_study(
+    file: str | Path,
+    out: str | Path | None = None,
+    *,
+    resume: bool = False,
+    retry_failed: bool = False,
+    workers: int = 1,
+    ray: str | None = None,
+    gpus: float = 0.0,
+    place: Place | None = None,
+) -> Summary:
+    """Make every run of the study that is not there yet; stages of a search come one by one."""
+    study = load(file)
+    place = replace(place or Place(), threads=study.threads)
+    if workers < 1:
+        raise InputError(f"--workers {workers} is below 1")
+    folder = Folder(Path(out or Path("runs") / study.name))
+    with _held(folder, study, resume):
+        if retry_failed:
+            for failure in folder.path.glob(f"{RUNS}/*/{FAILURE}"):
+                failure.unlink()
+        with Progress(workers, folder.of) as progress:
+            while pending := _pending(study, folder, progress):
+                _run(pending, folder, place, workers, ray, gpus, progress)
+        ended = [folder.outcome(job) for job in _expansion(study, folder).jobs]
+    failed = sum(found is not None and found.error is not None for found in ended)
+    return Summary(str(folder.path), len(ended), failed)
+
+
+def _expansion(study: Study, folder: Folder) -> Expansion:
+    return expand(study, folder.score(study))
+
+
+def _pending(study: Study, folder: Folder, progress: Progress) -> list[Job]:
+    """The jobs of this stage that are still to be done."""
+    expansion = _expansion(study, folder)
+    ended = [found for job in expansion.jobs if (found := folder.outcome(job)) is not None]
+    progress.total, progress.done = expansion.total, len(ended)
+    progress.failed = sum(found.error is not None for found in ended)
+    return [job for job in expansion.jobs if folder.outcome(job) is None]
+
+
+def _run(
+    jobs: list[Job], folder: Folder, place: Place, workers: int, ray: str | None, gpus: float,
+    progress: Progress,
+) -> None:  # fmt: skip
+    def ended(job: Job) -> None:
+        found = folder.outcome(job)
+        assert found is not None
+        progress.ended(found)
+
+    try:
+        if ray is not None:
+            cluster.run(jobs, folder.of, place, ray, gpus, ended, progress.tick)
+        else:
+            local.run(jobs, folder.of, place, workers, ended, progress.tick)
+    except local.Stopped as stopped:
+        raise TrainingStopped(
+            f"stopped by {stopped} after {progress.done} of {progress.total} runs",
+            hint="go on with --resume",
+            exit_status=128 + stopped.number,
+        ) from None
+
+
+@contextmanager
+def _held(folder: Folder, study: Study, resume: bool) -> Any:
+    """The folder, for one study at a time; its own copy of the file says what the runs are."""
+    with run_folder(folder.path, resume=True):
+        spec = folder.path / SPEC
+        if spec.exists() and not resume:
+            raise InputError(
+                f"{folder.path} holds a study already",
+                hint="go on with --resume, or name another --out",
+            )
+        temporary = spec.with_suffix(".partial")
+        temporary.write_text(study.text, encoding="utf-8")
+        temporary.replace(spec)
+        yield

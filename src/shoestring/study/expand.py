@@ -1,0 +1,199 @@
+"""Grids → jobs, and searches → choices; pure functions of the study and of what has ended."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .spec import Search, Study, Values
+from .statistics import Sample, sample
+
+PLACES = frozenset({"device", "data_on", "snapshot_every", "parallel"})
+"""Where a run happens and what it writes on the way do not make it another run."""
+NEUTRAL = {"checkpoint": "none", "simulated": False, "precision": "fp32", "density": 1.0}
+"""Nor do settings that change no bit."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run: a training, a profile, or a few updates to measure their peak."""
+
+    kind: str
+    settings: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        """Of its folder: the same settings, in whatever study, are the same run."""
+        kept = {
+            name: value
+            for name, value in self.settings.items()
+            if name not in PLACES and (name not in NEUTRAL or value != NEUTRAL[name])
+        }
+        text = json.dumps([self.kind, kept], sort_keys=True)
+        digest = hashlib.sha256(text.encode()).hexdigest()[:10]
+        kind = self.settings.get("split", "test") if self.kind == "train" else self.kind
+        seed = f"-seed{self.settings.get('seed', 0)}" if self.kind == "train" else ""
+        model = re.sub(r"[^\w.-]", ".", str(self.settings["model"]))
+        return f"{model}-{kind}{seed}-{digest}"
+
+
+@dataclass(frozen=True)
+class RowJobs:
+    """One setting of the study and the runs that say something about it."""
+
+    settings: Mapping[str, Any]
+    """As a table shows them: what the runs stand for, and labels."""
+    trained: Mapping[str, Any]
+    """What differs in the runs themselves, where they are fast equivalents."""
+    trials: tuple[Job, ...]
+    profile: Job | None
+    measure: Job | None
+
+    @property
+    def jobs(self) -> tuple[Job, ...]:
+        """All of them."""
+        return (*self.trials, *(job for job in (self.profile, self.measure) if job is not None))
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Values that were tried, and how good they were."""
+
+    values: Values
+    score: Sample
+    failed: int
+    jobs: tuple[Job, ...]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a search chose for one combination of settings."""
+
+    where: Values
+    values: Values
+    candidates: tuple[Candidate, ...]
+
+
+@dataclass(frozen=True)
+class Expansion:
+    """All that is known by now: the rows only when every search has ended."""
+
+    jobs: tuple[Job, ...]
+    rows: tuple[RowJobs, ...]
+    choices: tuple[Choice, ...]
+    total: int
+    """Jobs there will be in all."""
+
+
+Score = Callable[[Job], float | None]
+"""Of a job that ended: NaN where it failed, None where it has not ended."""
+
+
+def expand(study: Study, score: Score) -> Expansion:
+    """The jobs up to the first search that has not ended, or all of them with the rows."""
+    settings = [{**study.base, **point} for grid in study.grids for point in product(grid)]
+    jobs: dict[str, Job] = {}
+    choices: list[Choice] = []
+    waiting = False
+    later = 0
+    for search in study.searches:
+        for where in _combinations(search, settings):
+            chosen = _apply(where, choices)
+            shared = {**_trainable(study.base), **chosen, **where, **search.using}
+            candidates = [
+                (values, _trials({**shared, **values, "split": "validation"}, search.seeds))
+                for values in product(search.over)
+            ]
+            if waiting:
+                later += sum(len(trials) for _, trials in candidates)
+                continue
+            jobs.update((job.name, job) for _, trials in candidates for job in trials)
+            choices.append(_choose(where, candidates, score))
+        waiting = waiting or any(score(job) is None for job in jobs.values())
+    rows = [_row(study, point, {} if waiting else _apply(point, choices)) for point in settings]
+    row_jobs = {job.name: job for row in rows for job in row.jobs}
+    total = len({**jobs, **row_jobs}) + later
+    if waiting:
+        return Expansion(tuple(jobs.values()), (), tuple(choices), total)
+    return Expansion(tuple({**jobs, **row_jobs}.values()), tuple(rows), tuple(choices), total)
+
+
+def product(grid: Mapping[str, Any]) -> list[Values]:
+    """Every combination of the values that are lists, the last one moving first."""
+    names = list(grid)
+    values = [v if isinstance(v, list) else [v] for v in grid.values()]
+    return [dict(zip(names, point, strict=True)) for point in itertools.product(*values)]
+
+
+def matches(where: Mapping[str, Any], settings: Mapping[str, Any]) -> bool:
+    """Whether the settings have these values (or one of a list of them); 1 and 1.0 are one."""
+    return all(
+        name in settings and settings[name] in (value if isinstance(value, list) else [value])
+        for name, value in where.items()
+    )
+
+
+def _trainable(point: Mapping[str, Any]) -> Values:
+    return {n: v for n, v in point.items() if n not in ("labels", "stands_for")}
+
+
+def _combinations(search: Search, settings: Iterable[Values]) -> list[Values]:
+    found: dict[str, Values] = {}
+    for point in settings:
+        where = {name: point[name] for name in search.per if name in point}
+        if matches(search.only, point):
+            found[json.dumps(where, sort_keys=True)] = where
+    return list(found.values())
+
+
+def _trials(settings: Values, seeds: Sequence[int]) -> tuple[Job, ...]:
+    if "seed" in settings:
+        return (Job("train", settings),)
+    return tuple(Job("train", {**settings, "seed": seed}) for seed in seeds)
+
+
+def _choose(
+    where: Values, candidates: list[tuple[Values, tuple[Job, ...]]], score: Score
+) -> Choice:
+    """The best mean; values with a failed trial only where all have one, the first of equals."""
+    tried = []
+    for values, jobs in candidates:
+        scores = [score(job) for job in jobs]
+        ended = [s for s in scores if s is not None and not math.isnan(s)]
+        failed = sum(s is not None and math.isnan(s) for s in scores)
+        tried.append(Candidate(values, sample(ended), failed, jobs))
+    best = max(tried, key=lambda c: (c.score.n > 0, -c.failed, c.score.mean or 0.0))
+    return Choice(where, best.values, tuple(tried))
+
+
+def _apply(point: Mapping[str, Any], choices: Iterable[Choice]) -> Values:
+    found: Values = {}
+    for choice in choices:
+        if matches(choice.where, point):
+            found.update(choice.values)
+    return found
+
+
+def _row(study: Study, point: Values, chosen: Values) -> RowJobs:
+    given = _trainable(point)
+    trained = {**given, **{name: v for name, v in chosen.items() if name not in given}}
+    real = point.get("stands_for", {})
+    counted = {**trained, **real}
+    shown = {**counted, **point.get("labels", {})}
+    if study.kind == "profile":
+        return RowJobs(shown, {}, (), Job("profile", counted), None)
+    memory = {n: v for n, v in counted.items() if n not in ("seed", "lr", "epochs", "eval_every")}
+    flags = not {"plan", "budget"} & counted.keys()  # else the runs themselves say what they count
+    return RowJobs(
+        settings={n: v for n, v in shown.items() if n != "seed"},
+        trained={n: trained.get(n) for n in real},
+        trials=_trials(trained, study.seeds),
+        profile=Job("profile", memory) if study.profile and flags else None,
+        measure=Job("measure", memory) if real and study.measure else None,
+    )

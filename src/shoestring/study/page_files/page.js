@@ -1,0 +1,255 @@
+let chosen = 0;
+
+const rowName = (row) => data.varied.map((n) => `${data.heads[n]} ${row.settings[n] ?? "–"}`).join(", ") || data.title;
+
+function runLinks(row, parent) {
+  row.runs.forEach((name, i) => {
+    parent.append(i ? " " : "runs: ");
+    element("a", { href: `#run-${name}` }, parent, String(i + 1));
+  });
+}
+
+function sayRow(box, row) {
+  box.replaceChildren();
+  element("strong", {}, box, rowName(row));
+  element("br", {}, box);
+  for (const [name, text] of Object.entries(row.texts)) box.append(`${data.heads[name] ?? name} ${text} · `);
+  runLinks(row, box);
+}
+
+/* The Pareto plot. */
+function pareto() {
+  const box = byId("pareto");
+  if (!box) return;
+  const rows = data.rows.map((row, index) => ({ ...row, index }))
+    .filter((row) => row.memory && row.score !== null).sort((a, b) => a.memory - b.memory);
+  const controls = byId("filters"), said = byId("pareto-said"), picked = {};
+  const seriesName = data.series;
+  const series = [...new Set(data.rows.map((row) => row.settings[seriesName]))];
+  if (series.length > 1) series.forEach((value, i) => {
+    const item = element("span", {}, byId("pareto-series"));
+    element("span", { class: "swatch", style: `background:${colours[i % colours.length]}` }, item);
+    item.append(`${data.heads[seriesName] ?? seriesName} ${value}  `);
+  });
+  for (const name of data.varied) {
+    const values = [...new Set(rows.map((row) => row.settings[name] ?? "–"))];
+    if (values.length < 2 || values.length > 24) continue;
+    const label = element("label", {}, controls, data.heads[name]);
+    const select = element("select", { "data-setting": name }, label);
+    for (const value of ["all", ...values]) element("option", { value }, select, value);
+    select.addEventListener("change", () => { picked[name] = select.value; filter(); });
+  }
+  let points = [], front = null, frame = null;
+  function draw() {
+    const targets = rows.filter((row) => row.target && row.target.score !== undefined);
+    const all = [...rows.map((r) => [r.memory, r.score]), ...targets.map((r) => [r.target.memory ?? r.memory, r.target.score])];
+    if (!all.length) { box.textContent = "No run has ended yet."; return; }
+    frame = plot(box, { x: range(all.map((p) => p[0] / 1e6), true), y: range(all.map((p) => p[1])), logX: true,
+      xLabel: "memory, counted (MB)", yLabel: data.score_label, label: "memory and score of every setting; arrow keys walk through them" });
+    front = shape("path", { class: "front" }, frame.svg);
+    const colour = (row) => colours[series.indexOf(row.settings[seriesName]) % colours.length];
+    points = [];
+    for (const row of rows) {
+      const x = frame.atX(row.memory / 1e6), y = frame.atY(row.score);
+      if (row.target && row.target.score !== undefined) shape("circle", { class: "point target", r: 6,
+        cx: frame.atX((row.target.memory ?? row.memory) / 1e6), cy: frame.atY(row.target.score), style: `stroke:${colour(row)}`, "data-row": row.index }, frame.svg);
+      const node = shape("circle", { class: "point", r: 5.5, cx: x, cy: y, style: `fill:${colour(row)}`, "data-row": row.index,
+        "aria-label": `${rowName(row)}: ${row.texts.counted_bytes ?? ""} MB, ${row.texts.score}` }, frame.svg);
+      points.push({ node, row });
+    }
+    walkable(points, ({ row }) => sayRow(said, row), ({ row }) => choose(row.index));
+    filter();
+  }
+  function filter() {
+    const fits = (row) => Object.entries(picked).every(([n, v]) => v === "all" || (row.settings[n] ?? "–") === v);
+    for (const node of frame.svg.querySelectorAll(".point")) node.classList.toggle("off", !fits(data.rows[node.dataset.row]));
+    let best = -Infinity, path = "";
+    const shown = rows.filter(fits).sort((a, b) => a.memory - b.memory || b.score - a.score);
+    for (const row of shown) {
+      if (row.score <= best) continue;
+      const x = frame.atX(row.memory / 1e6), y = frame.atY(row.score);
+      path += path ? `H${x}V${y}` : `M${x} ${y}`;
+      best = row.score;
+    }
+    front.setAttribute("d", path);
+    byId("pareto-count").textContent = `${shown.length} of ${rows.length} settings`;
+  }
+  if (rows.length) sayRow(said, rows[rows.length - 1]);
+  draw();
+  return draw;
+}
+
+/* The timeline of one setting's step, and its pie. */
+function timeline() {
+  const box = byId("timeline");
+  if (!box) return;
+  const slider = byId("instant"), said = byId("instant-said");
+  let frame = null, cursor = null, profile = null;
+  const roles = () => Object.keys(profile.bytes);
+  const total = (i) => roles().reduce((sum, role) => sum + profile.bytes[role][i], 0);
+  function draw() {
+    profile = data.profiles[data.rows[chosen].profile];
+    byId("timeline-empty").hidden = Boolean(profile);
+    for (const id of ["timeline-box", "pie-box"]) byId(id).hidden = !profile;
+    if (!profile) return;
+    const count = profile.labels.length;
+    frame = plot(box, { x: [0, count], y: [0, profile.peak_bytes * 1.08 / 1e6], xLabel: "instant of the step", yLabel: "live memory (MB)",
+      label: "live bytes by category at every instant of a training step" });
+    const below = new Array(count).fill(0);
+    for (const role of roles()) {
+      let up = "", down = "";
+      profile.bytes[role].forEach((bytes, i) => {
+        const [x0, x1] = [frame.atX(i).toFixed(1), frame.atX(i + 1).toFixed(1)];
+        down = `L${x1} ${frame.atY(below[i] / 1e6).toFixed(1)}L${x0} ${frame.atY(below[i] / 1e6).toFixed(1)}` + down;
+        below[i] += bytes;
+        const y = frame.atY(below[i] / 1e6).toFixed(1);
+        up += `${i ? "L" : "M"}${x0} ${y}L${x1} ${y}`;
+      });
+      shape("path", { d: `${up}${down}Z`, style: `fill:var(--${role})`, "data-role": role }, frame.svg);
+    }
+    const peakX = frame.atX(profile.peak + 0.5), late = peakX > frame.width / 2;
+    shape("line", { class: "peak", x1: peakX, x2: peakX, y1: frame.top, y2: frame.height - frame.bottom }, frame.svg);
+    shape("text", { x: peakX + (late ? -6 : 6), y: frame.top + 11, "text-anchor": late ? "end" : "start", id: "peak-label" }, frame.svg,
+      `peak ${size(profile.peak_bytes)}`);
+    cursor = shape("line", { class: "cursor", y1: frame.top, y2: frame.height - frame.bottom }, frame.svg);
+    frame.svg.addEventListener("pointermove", (event) => {
+      const box = frame.svg.getBoundingClientRect();
+      const x = (event.clientX - box.left) * frame.width / box.width;
+      const i = Math.floor((x - frame.left) / (frame.width - frame.left - frame.right) * count);
+      if (i >= 0 && i < count) { slider.value = i; say(i); }
+    });
+    slider.max = count - 1;
+    slider.value = profile.peak;
+    byId("timeline-title").textContent = profile.title;
+    say(profile.peak);
+    live();
+    pie();
+  }
+  function say(i) {
+    const x = frame.atX(i + 0.5);
+    cursor.setAttribute("x1", x);
+    cursor.setAttribute("x2", x);
+    const [operation, phase, module] = profile.labels[i].map((w) => profile.words[w]);
+    const number = (profile.kept ? profile.kept[i] : i) + 1;
+    const text = `instant ${number} of ${profile.instants}: ${operation.split(".")[1] ?? operation}${module ? ` of ${module}` : ""}, ${phase} · ${size(total(i))}`;
+    slider.setAttribute("aria-valuetext", text);
+    said.replaceChildren();
+    element("strong", {}, said, text);
+    element("br", {}, said);
+    for (const role of roles()) {
+      if (!profile.bytes[role][i]) continue;
+      const part = element("span", {}, said);
+      element("span", { class: "swatch", style: `background:var(--${role})` }, part);
+      part.append(`${words(role)} ${size(profile.bytes[role][i])}  `);
+    }
+  }
+  function live() {
+    const body = byId("live");
+    body.replaceChildren();
+    for (const [module, role, bytes] of profile.live) {
+      const row = element("tr", {}, body);
+      element("td", {}, row, module || "(the whole model)");
+      const kind = element("td", {}, row);
+      element("span", { class: "swatch", style: `background:var(--${role})` }, kind);
+      kind.append(words(role));
+      element("td", {}, row, size(bytes));
+    }
+    if (profile.live_rest_bytes) {
+      const row = element("tr", {}, body);
+      for (const text of ["others", "", size(profile.live_rest_bytes)]) element("td", {}, row, text);
+    }
+  }
+  function pie() {
+    const svg = byId("pie"), body = byId("pie-rows");
+    svg.replaceChildren();
+    body.replaceChildren();
+    let from = 0;
+    for (const role of roles()) {
+      const bytes = profile.bytes[role][profile.peak];
+      if (!bytes) continue;
+      const part = bytes / profile.peak_bytes, to = from + part;
+      const at = (f) => `${100 + 90 * Math.sin(2 * Math.PI * f)} ${100 - 90 * Math.cos(2 * Math.PI * f)}`;
+      const d = part > 0.99999 ? "M100 10A90 90 0 1 1 99.99 10Z" : `M100 100L${at(from)}A90 90 0 ${part > 0.5 ? 1 : 0} 1 ${at(to)}Z`;
+      shape("path", { d, style: `fill:var(--${role})`, stroke: "var(--panel)" }, svg);
+      from = to;
+      const row = element("tr", {}, body);
+      const kind = element("td", {}, row);
+      element("span", { class: "swatch", style: `background:var(--${role})` }, kind);
+      kind.append(words(role));
+      element("td", { "data-role": role, "data-bytes": bytes }, row, size(bytes));
+      element("td", {}, row, `${(100 * part).toFixed(1)}%`);
+    }
+  }
+  slider.addEventListener("input", () => say(Number(slider.value)));
+  byId("to-peak").addEventListener("click", () => { slider.value = profile.peak; say(profile.peak); });
+  draw();
+  return draw;
+}
+
+/* The curves of the chosen setting's runs. */
+function curves() {
+  const box = byId("curves"), metric = byId("metric");
+  if (!box) return;
+  function draw() {
+    const runs = data.rows[chosen].runs.filter((name) => data.curves[name]);
+    const lines = runs.map((name) => [name, data.curves[name].epoch, data.curves[name][metric.value]]).filter(([, , ys]) => ys);
+    const legend = byId("curve-names");
+    legend.replaceChildren();
+    if (!lines.length) { box.textContent = "No curve for this setting."; return; }
+    const frame = plot(box, { x: [0, Math.max(...lines.flatMap(([, xs]) => xs)) * 1.02], y: range(lines.flatMap(([, , ys]) => ys)),
+      xLabel: "epoch", yLabel: words(metric.value), height: 280, label: "curves of the runs of the chosen setting" });
+    lines.forEach(([name, xs, ys], i) => {
+      const colour = colours[i % colours.length];
+      const d = xs.map((x, j) => `${j ? "L" : "M"}${frame.atX(x).toFixed(1)} ${frame.atY(ys[j]).toFixed(1)}`).join("");
+      shape("path", { class: "curve", d, style: `stroke:${colour}`, "data-run": name }, frame.svg);
+      if (xs.length === 1) shape("circle", { cx: frame.atX(xs[0]), cy: frame.atY(ys[0]), r: 4, style: `fill:${colour}` }, frame.svg);
+      const item = element("span", {}, legend);
+      element("span", { class: "swatch", style: `background:${colour}` }, item);
+      element("a", { href: `#run-${name}` }, item, data.curves[name].label);
+      item.append(` ${ys[ys.length - 1]}  `);
+    });
+  }
+  metric.addEventListener("change", draw);
+  draw();
+  return draw;
+}
+
+/* Predicted beside measured: on the line they are equal. */
+function agreement() {
+  const box = byId("agreement");
+  if (!box) return;
+  const said = byId("agreement-said");
+  const rows = data.rows.map((row, index) => ({ ...row, index })).filter((row) => row.predicted && row.measured);
+  function draw() {
+    const ends = range(rows.flatMap((row) => [row.predicted / 1e6, row.measured / 1e6]));
+    const frame = plot(box, { x: ends, y: ends, xLabel: "predicted (MB)", yLabel: "measured (MB)", label: "predicted and measured peak of every setting" });
+    shape("line", { class: "diagonal", x1: frame.atX(ends[0]), y1: frame.atY(ends[0]), x2: frame.atX(ends[1]), y2: frame.atY(ends[1]) }, frame.svg);
+    const points = rows.map((row) => ({ row, node: shape("circle", { class: "point", r: 5, cx: frame.atX(row.predicted / 1e6), cy: frame.atY(row.measured / 1e6),
+      style: `fill:${colours[0]}`, "aria-label": `${rowName(row)}: predicted ${size(row.predicted)}, measured ${size(row.measured)}` }, frame.svg) }));
+    walkable(points, ({ row }) => {
+      said.textContent = `${rowName(row)}: predicted ${size(row.predicted)}, measured ${size(row.measured)} (${(100 * (row.measured / row.predicted - 1)).toFixed(2)}%)`;
+    }, ({ row }) => choose(row.index));
+  }
+  draw();
+  return draw;
+}
+
+const setting = byId("setting");
+if (setting) data.rows.forEach((row, i) => element("option", { value: i }, setting, rowName(row)));
+const drawn = [pareto(), timeline(), curves(), agreement()].filter(Boolean);
+
+function choose(index) {
+  chosen = index;
+  if (setting) setting.value = index;
+  for (const node of document.querySelectorAll("#pareto .point")) node.classList.toggle("chosen", Number(node.dataset.row) === index);
+  drawn.slice(byId("pareto") ? 1 : 0).forEach((draw) => draw());
+}
+if (setting) setting.addEventListener("change", () => choose(Number(setting.value)));
+let wide = window.innerWidth, waiting = 0;
+window.addEventListener("resize", () => {
+  if (window.innerWidth === wide) return;
+  wide = window.innerWidth;
+  cancelAnimationFrame(waiting);
+  waiting = requestAnimationFrame(() => drawn.forEach((draw) => draw()));
+});
+document.documentElement.dataset.ready = "yes";

@@ -1,0 +1,232 @@
+"""A study's folder → rows: one setting each, with everything its runs say about it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import InputError
+from ..records.run import FILE, read
+from .command import SPEC, Folder
+from .execute import Outcome
+from .expand import Choice, Job, expand, matches
+from .spec import Study, Target, Values, from_values, load
+from .statistics import Sample, best_within, pareto_front, sample
+
+OTHERS = ("seed", "split", "evaluate_every", "evaluation_batch")
+"""Settings of a recorded run that do not make it another row."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One setting: its trials, and the profile and measurement of what it stands for."""
+
+    settings: Mapping[str, Any]
+    trained: Mapping[str, Any]
+    """What differs in the runs themselves; empty where they are what they stand for."""
+    runs: tuple[Outcome, ...]
+    profile: Outcome | None
+    measured: Outcome | None
+    score: Sample
+    quantities: Mapping[str, float] = field(default_factory=dict)
+    """Everything a table or figure can show, by name."""
+
+    @property
+    def outcomes(self) -> tuple[Outcome, ...]:
+        """All runs behind the row's numbers."""
+        return (*self.runs, *(o for o in (self.profile, self.measured) if o is not None))
+
+    def value(self, name: str) -> Any:
+        """A quantity or else a setting; None where there is neither."""
+        return self.quantities.get(name, self.settings.get(name))
+
+
+@dataclass(frozen=True)
+class Results:
+    """What a study found."""
+
+    study: Study
+    rows: tuple[Row, ...]
+    choices: tuple[Choice, ...]
+    outcomes: Mapping[str, Outcome]
+    """Of every run, by its name."""
+    missing: int
+    """Runs that have not ended yet."""
+
+    @property
+    def varied(self) -> tuple[str, ...]:
+        """The settings that differ between rows, in the order of the file."""
+        names = dict.fromkeys(name for row in self.rows for name in row.settings)
+        return tuple(n for n in names if len({repr(r.settings.get(n)) for r in self.rows}) > 1)
+
+    @property
+    def front(self) -> tuple[int, ...]:
+        """The rows that no other one beats in memory and score."""
+        known = [i for i, row in enumerate(self.rows) if _point(row) is not None]
+        found = pareto_front([_point(self.rows[i]) or (0.0, 0.0) for i in known])
+        return tuple(known[i] for i in found)
+
+    def best_within(self, budget_bytes: int) -> Row | None:
+        """The row with the best score whose counted memory fits."""
+        rows = [row for row in self.rows if _point(row) is not None]
+        best = best_within([_point(row) or (0.0, 0.0) for row in rows], budget_bytes)
+        return None if best is None else rows[best]
+
+    def targets_of(self, row: Row) -> dict[str, Any]:
+        """What others found for the row's settings."""
+        found: Values = {}
+        for target in self.study.targets:
+            if matches(target.where, row.settings):
+                found.update(target.quantities)
+        return found
+
+    def targets_where(self, where: Mapping[str, Any]) -> Target | None:
+        """The target for exactly these settings, as a search has them."""
+        found = (t for t in self.study.targets if t.where and matches(t.where, where))
+        return next(found, None)
+
+
+def _point(row: Row) -> tuple[float, float] | None:
+    memory, score = row.quantities.get("counted_bytes"), row.quantities.get("score")
+    return None if memory is None or score is None else (memory, score)
+
+
+def load_results(path: str | Path) -> Results:
+    """Of a study's folder, or of any folder with runs of `shoestring train` somewhere below it."""
+    where = Path(path)
+    if not (where / SPEC).exists():
+        return _loose(where)
+    study, folder = load(where / SPEC), Folder(where)
+    expansion = expand(study, folder.score(study))
+    outcomes = {j.name: o for j in expansion.jobs if (o := folder.outcome(j)) is not None}
+    rows = [
+        _row(
+            study.score,
+            made.settings,
+            made.trained,
+            [outcomes[job.name] for job in made.trials if job.name in outcomes],
+            outcomes.get(made.profile.name) if made.profile else None,
+            outcomes.get(made.measure.name) if made.measure else None,
+        )
+        for made in expansion.rows
+    ]
+    return Results(
+        study,
+        tuple(_relative(rows, study.baseline)),
+        expansion.choices,
+        outcomes,
+        expansion.total - len(outcomes),
+    )
+
+
+def _loose(where: Path) -> Results:
+    """Runs without a study: those with equal settings but for the seed are one row."""
+    files = sorted(where.glob(f"**/{FILE}"))
+    if not files:
+        raise InputError(
+            f"there are no runs in {where}", hint="a folder of shoestring study or shoestring train"
+        )
+    name = where.absolute().name
+    study = from_values({"base": {"model": "-", "data": "-"}}, "", name)
+    outcomes: dict[str, Outcome] = {}
+    groups: dict[str, tuple[Values, list[Outcome]]] = {}
+    unfinished = 0
+    for file in files:
+        events = read(file)
+        if events and "plan" not in events[0].get("settings", {}):
+            continue  # a profile
+        if not events or events[-1]["event"] != "end":
+            unfinished += 1
+            continue
+        settings = flat_settings(events[0]["settings"])
+        place = str(file.parent.relative_to(where))
+        outcomes[place] = Outcome(Job("train", settings), file.parent, tuple(events))
+        kept = {n: v for n, v in settings.items() if n not in OTHERS}
+        groups.setdefault(repr(sorted(kept.items())), (kept, []))[1].append(outcomes[place])
+    if not groups:
+        raise InputError(f"no run in {where} has ended", hint="go on with --resume")
+    rows = [_row(study.score, kept, {}, runs, None, None) for kept, runs in groups.values()]
+    return Results(study, tuple(_relative(rows, None)), (), outcomes, unfinished)
+
+
+def flat_settings(settings: Mapping[str, Any]) -> Values:
+    """A record's settings with the plan's as the flags of the command line."""
+    plan = settings["plan"]
+    made = {n: v for n, v in settings.items() if n not in ("plan", "learning_rate")}
+    made["lr"] = settings["learning_rate"]
+    made["density"] = plan.get("sparsity", {}).get("density", 1.0)
+    made["precision"] = plan.get("precision", {}).get("kind", "fp32")
+    made["microbatch"] = plan.get("microbatching", {}).get("size", settings.get("batch"))
+    made["checkpoint"] = plan.get("checkpointing", {}).get("strategy", "none")
+    made["simulated"] = plan.get("microbatching", {}).get("simulated", False)
+    return {n: tuple(v) if isinstance(v, list) else v for n, v in made.items()}
+
+
+def _row(
+    score: str,
+    settings: Mapping[str, Any],
+    trained: Mapping[str, Any],
+    runs: Sequence[Outcome],
+    profile: Outcome | None,
+    measured: Outcome | None,
+) -> Row:
+    ended = [run for run in runs if run.error is None]
+    found = sample([float(s) for run in ended if (s := run.end.get(score)) is not None])
+    made: dict[str, float] = {"n": found.n, "failed": len(runs) - len(ended)}
+    if found.mean is not None:
+        made["score"] = found.mean
+        made["seconds"] = math.fsum(run.end["seconds"] for run in ended) / len(ended)
+    if found.interval is not None:
+        made["interval"] = found.interval
+    if profile is not None and profile.error is None:
+        made |= _counted(profile.end)
+    real = [measured] if measured is not None and measured.error is None else []
+    peaks = real or ([] if trained else ended)
+    made |= _largest("measured_bytes", (run.end.get("measured_peak_bytes") for run in peaks))
+    predicted = [run.end.get("predicted", {}) for run in peaks]
+    made |= _largest("predicted_bytes", (p.get("step_peak_bytes") for p in predicted))
+    if "counted_bytes" not in made:
+        made |= _largest("counted_bytes", (p.get("fundamental_peak_bytes") for p in predicted))
+    return Row(settings, trained, tuple(runs), profile, measured, found, made)
+
+
+def _largest(name: str, values: Iterable[int | None]) -> dict[str, float]:
+    known = [value for value in values if value]
+    return {name: max(known)} if known else {}
+
+
+def _counted(end: Mapping[str, Any]) -> dict[str, float]:
+    """The report's three kinds of memory at the peak, and work relative to none done twice."""
+    optimizer = end["gradient_bytes"] + end["optimizer_state_bytes"]
+    flops = end["forward_flops"] + end["backward_flops"]
+    activation = end["peak_bytes"] - end["model_bytes"] - optimizer - end["workspace_bytes"]
+    return {
+        "counted_bytes": end["peak_bytes"],
+        "model_bytes": end["model_bytes"],
+        "optimizer_bytes": optimizer,
+        "activation_bytes": activation,
+        "flops_ratio": (flops + end["recompute_flops"]) / flops if flops else 1.0,
+    }
+
+
+def _relative(rows: Sequence[Row], baseline: Mapping[str, Any] | None) -> list[Row]:
+    """Reductions and losses, relative to the first row that has the baseline's settings."""
+    if baseline is None:
+        return list(rows)
+    base = next((row for row in rows if matches(baseline, row.settings)), None)
+    if base is None:
+        raise InputError(f"no row is the baseline {dict(baseline)}", hint="add it to a [[grid]]")
+    made = []
+    for row in rows:
+        more: dict[str, float] = {}
+        for kind in ("counted", "model", "optimizer", "activation", "measured"):
+            mine, its = (r.quantities.get(f"{kind}_bytes") for r in (row, base))
+            if mine and its:
+                more["reduction" if kind == "counted" else f"{kind}_reduction"] = its / mine
+        if "score" in row.quantities and "score" in base.quantities:
+            more["score_loss"] = base.quantities["score"] - row.quantities["score"]
+        made.append(Row(**{**vars(row), "quantities": {**row.quantities, **more}}))
+    return made

@@ -1,0 +1,224 @@
+"""Study: what a file asks for. Settings are named like the flags of `shoestring train`."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from ..errors import InputError
+
+Values = dict[str, Any]
+
+FLAGS = {"lr": "learning_rate", "eval_every": "evaluate_every", "eval_batch": "evaluation_batch"}
+"""Settings whose flag is not the name of the argument behind it."""
+_ELSEWHERE = ("data_dir", "device", "out", "resume", "stop_after", "tensorboard", "changes")
+"""Arguments of a training that a study sets itself, or that say where it happens."""
+PROFILED = frozenset(
+    "model input loss batch optimizer density precision microbatch checkpoint accounting device "
+    "simulated".split()
+)
+TECHNIQUES = ("sparsity", "precision", "checkpointing", "microbatching")
+KINDS = ("train", "profile")
+_OWN = ("labels", "stands_for")
+"""Tables a grid may have besides settings: words for a table, and what a fast run stands for."""
+
+
+@dataclass(frozen=True)
+class Search:
+    """Settings to be chosen on the validation split, for each of several settings apart."""
+
+    over: Mapping[str, list[Any]]
+    per: tuple[str, ...]
+    """The best is chosen for each combination of these that the grids have."""
+    using: Mapping[str, Any]
+    """Settings of the search alone."""
+    only: Mapping[str, list[Any]]
+    """Combinations with other values are not searched."""
+    seeds: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Target:
+    """What somebody else found: where the settings are these, the quantities were those.
+
+    A quantity behind `max_` or `min_` is a bound. Those of a search are settings: what it chose.
+    """
+
+    where: Mapping[str, Any]
+    quantities: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A plot of two quantities or settings, one line for each value of a third; or pies."""
+
+    name: str
+    x: str = "counted_bytes"
+    y: str = "score"
+    series: tuple[str, ...] = ()
+    kind: str = "line"
+    """line, front (with the Pareto front drawn) or pie."""
+    log_x: bool = False
+    title: str = ""
+
+
+@dataclass(frozen=True)
+class Study:
+    """Everything a file says."""
+
+    name: str
+    title: str
+    source: str
+    """Where its targets come from."""
+    notes: str
+    kind: str
+    seeds: tuple[int, ...]
+    score: str
+    """Field of a run's last event; the larger the better."""
+    score_label: str
+    base: Mapping[str, Any]
+    grids: tuple[Mapping[str, Any], ...]
+    searches: tuple[Search, ...]
+    baseline: Mapping[str, Any] | None
+    """The row that reductions and losses are relative to."""
+    targets: tuple[Target, ...]
+    figures: tuple[Figure, ...]
+    columns: tuple[str, ...] | None
+    """Of the table; by default what the runs have."""
+    profile: bool
+    """Count the memory of every row, with its timeline."""
+    measure: bool
+    """Measure a few updates of every row whose runs are fast equivalents."""
+    threads: int
+    text: str = field(repr=False)
+
+
+def load(path: str | Path) -> Study:
+    """Read a study's file; what it does not know is an error that names it."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        given = tomllib.loads(text)
+    except OSError as error:
+        raise InputError(f"cannot read the study {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise InputError(f"the study {path} is not TOML: {error}") from None
+    try:
+        return from_values(given, text, Path(path).stem)
+    except InputError as error:
+        raise InputError(f"{path}: {error.message}", hint=error.hint) from None
+
+
+def from_values(given: Values, text: str, name: str) -> Study:
+    """A study from the tables of its file."""
+    plain = {"name", "title", "source", "notes", "kind", "trials", "seeds", "score", "score_label"}
+    tables = {"base", "grid", "search", "baseline", "target", "figure", "columns"}
+    _known(given, plain | tables | {"profile", "measure", "threads"}, "a study")
+    kind = given.get("kind", "train")
+    if kind not in KINDS:
+        raise InputError(f"unknown kind {kind!r}", hint="one of " + ", ".join(KINDS))
+    base = _settings(given.get("base", {}), kind, "base")
+    grids = tuple(_settings(grid, kind, "grid") for grid in given.get("grid", [{}]))
+    seeds = _seeds(given, (0,))
+    for grid in grids:
+        needed = ("model", "data") if kind == "train" else ("model",)
+        for missing in (n for n in needed if n not in {**base, **grid}):
+            raise InputError(f"no {missing} is given", hint=f"{missing} = … in [base] or [[grid]]")
+    return Study(
+        name=given.get("name", name),
+        title=given.get("title") or given.get("name", name),
+        source=given.get("source", ""),
+        notes=given.get("notes", ""),
+        kind=kind,
+        seeds=seeds if kind == "train" else (0,),
+        score=given.get("score", "best_accuracy"),
+        score_label=given.get("score_label", "accuracy (%)"),
+        base=base,
+        grids=grids,
+        searches=tuple(_search(s, seeds) for s in given.get("search", [])),
+        baseline=_flat(given["baseline"]) if "baseline" in given else None,
+        targets=tuple(_target(t) for t in given.get("target", [])),
+        figures=tuple(_figure(f) for f in given.get("figure", [])),
+        columns=tuple(given["columns"]) if "columns" in given else None,
+        profile=given.get("profile", True),
+        measure=given.get("measure", True),
+        threads=given.get("threads", 1),
+        text=text,
+    )
+
+
+def trained() -> frozenset[str]:
+    """The settings of `shoestring train`, as its flags name them."""
+    from ..train.command import Call
+
+    flags = {argument: flag for flag, argument in FLAGS.items()}
+    names = (f.name for f in fields(Call) if f.name not in _ELSEWHERE)
+    return frozenset(flags.get(name, name) for name in names)
+
+
+def _settings(given: Mapping[str, Any], kind: str, where: str) -> Values:
+    own = {name: given[name] for name in _OWN if name in given}
+    flat = _flat({name: value for name, value in given.items() if name not in _OWN})
+    known = trained() if kind == "train" else PROFILED
+    for settings in (flat, _flat(own.get("stands_for", {}))):
+        for name in settings:
+            if name.partition(".")[0] not in TECHNIQUES:
+                _known([name], known, f"[{where}]")
+    if "stands_for" in own:
+        own["stands_for"] = _flat(own["stands_for"])
+    return {**flat, **own}
+
+
+def _flat(table: Mapping[str, Any], before: str = "") -> Values:
+    """`sparsity.method = …` is a table within a table to TOML; here it is one name."""
+    found: Values = {}
+    for name, value in table.items():
+        if isinstance(value, Mapping):
+            found.update(_flat(value, f"{before}{name}."))
+        else:
+            found[before + name] = value
+    return found
+
+
+def _search(given: Values, seeds: tuple[int, ...]) -> Search:
+    _known(given, {"over", "per", "using", "only", "trials", "seeds"}, "[[search]]")
+    over = _settings(given.get("over", {}), "train", "search.over")
+    if not over or not all(isinstance(values, list) for values in over.values()):
+        raise InputError("a search is over lists of values", hint="over = {lr = [0.05, 0.1]}")
+    return Search(
+        over=over,
+        per=tuple(given.get("per", ())),
+        using=_settings(given.get("using", {}), "train", "search.using"),
+        only=_flat(given.get("only", {})),
+        seeds=_seeds(given, seeds),
+    )
+
+
+def _target(given: Values) -> Target:
+    rest = {name: value for name, value in given.items() if name != "where"}
+    return Target(_flat(given.get("where", {})), _flat(rest))
+
+
+def _figure(given: Values) -> Figure:
+    _known(given, {f.name for f in fields(Figure)}, "[[figure]]")
+    if "name" not in given:
+        raise InputError("a figure needs a name", hint='name = "accuracy-vs-density"')
+    series = given.get("series", ())
+    return Figure(**{**given, "series": (series,) if isinstance(series, str) else tuple(series)})
+
+
+def _seeds(given: Values, default: tuple[int, ...]) -> tuple[int, ...]:
+    if "seeds" in given:
+        return tuple(given["seeds"])
+    return tuple(range(given["trials"])) if "trials" in given else default
+
+
+def _known(names: Iterable[str], known: Iterable[str], where: str) -> None:
+    for name in names:
+        if name not in known:
+            close = difflib.get_close_matches(name, sorted(known), n=1)
+            hint = f"did you mean {close[0]}?" if close else "one of " + ", ".join(sorted(known))
+            raise InputError(f"{where} has no setting {name!r}", hint=hint)

@@ -1,0 +1,254 @@
+"""Tables of a study, once as cells and then as Markdown or LaTeX."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .results import Results, Row
+from .statistics import Sample, at_equal_memory
+
+HEADS = {
+    "counted_bytes": "counted (MB)",
+    "measured_bytes": "measured (MB)",
+    "predicted_bytes": "predicted (MB)",
+    "model_bytes": "model (MB)",
+    "optimizer_bytes": "optimizer (MB)",
+    "activation_bytes": "activations (MB)",
+    "reduction": "reduction",
+    "model_reduction": "model reduction",
+    "optimizer_reduction": "optimizer reduction",
+    "activation_reduction": "activation reduction",
+    "measured_reduction": "measured reduction",
+    "flops_ratio": "FLOPs ratio",
+    "score_loss": "loss to baseline",
+    "seconds": "seconds",
+    "n": "n",
+}
+SETTINGS = {"density": "nonzeros", "lr": "learning rate", "microbatch": "microbatch"}
+
+
+@dataclass(frozen=True)
+class Table:
+    """Texts in rows and columns; `sources` are the runs behind each row."""
+
+    name: str
+    title: str
+    heads: tuple[str, ...]
+    cells: tuple[tuple[str, ...], ...]
+    sources: tuple[tuple[str, ...], ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def markdown(self) -> str:
+        """With a heading, and notes below."""
+        lines = [f"## {self.title}", "", _line(self.heads), _line(["---"] * len(self.heads))]
+        lines += [_line(row) for row in self.cells]
+        return "\n".join(lines + [f"\n{_escaped(note)}" for note in self.notes]) + "\n"
+
+    def latex(self) -> str:
+        """For booktabs."""
+        body = [" & ".join(map(_tex, row)) + r" \\" for row in self.cells]
+        return "\n".join(
+            [
+                f"% {self.name}",
+                rf"\begin{{tabular}}{{{'l' * len(self.heads)}}}",
+                r"\toprule",
+                " & ".join(map(_tex, self.heads)) + r" \\",
+                r"\midrule",
+                *body,
+                r"\bottomrule",
+                r"\end{tabular}",
+                *(rf"% {note}" for note in self.notes),
+                "",
+            ]
+        )
+
+
+def _escaped(note: str) -> str:
+    return note.replace("*", "\\*")  # at the start of a line it would begin a list
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _tex(text: str) -> str:
+    for sign in "&%$#_{}":
+        text = text.replace(sign, "\\" + sign)
+    for sign, written in {"±": r"$\pm$", "×": r"$\times$", "≤": r"$\le$", "≥": r"$\ge$"}.items():
+        text = text.replace(sign, written)
+    return text.replace("–", "--")
+
+
+def shown(name: str, value: Any) -> str:
+    """A quantity or setting as a table shows it."""
+    if value is None:
+        return "–"
+    if name.endswith("_bytes"):
+        return f"{value / 1e6:.2f}" if value < 1e7 else f"{value / 1e6:.1f}"
+    if name.endswith("reduction"):
+        return f"{value:.1f}×"
+    if name == "flops_ratio":
+        return f"{value:.3f}"
+    if name in ("score", "interval", "score_loss"):
+        return f"{value:.2f}"
+    if name == "density" and isinstance(value, (int, float)):
+        return f"{100 * value:g}%"
+    if name == "seconds":
+        return f"{value:.0f}"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def with_interval(score: Sample) -> str:
+    """Mean ± 1.96 standard errors (n), as the report writes it but with n."""
+    if score.mean is None:
+        return "–"
+    interval = "" if score.interval is None else f" ± {score.interval:.2f}"
+    return f"{score.mean:.2f}{interval} (n = {score.n})"
+
+
+def target_text(targets: Mapping[str, Any], name: str) -> str:
+    """What the source says of a quantity: a number, or a bound."""
+    if name == "score" and "score" in targets:
+        interval = f" ± {targets['interval']:.2f}" if "interval" in targets else ""
+        return f"{targets['score']:.2f}{interval}"
+    if name in targets:
+        return shown(name, targets[name])
+    for prefix, sign in (("max_", "≤ "), ("min_", "≥ ")):
+        if prefix + name in targets:
+            return sign + shown(name, targets[prefix + name])
+    return "–"
+
+
+def columns_of(results: Results) -> list[str]:
+    """The quantities the main table shows: those asked for, or those there are."""
+    if results.study.columns is not None:
+        return list(results.study.columns)
+    likely = ("counted_bytes", "measured_bytes", "reduction", "flops_ratio", "score")
+    found = [n for n in likely if any(n in row.quantities for row in results.rows)]
+    again = any(row.quantities.get("flops_ratio", 1) > 1 for row in results.rows)
+    return [n for n in found if n != "flops_ratio" or again]
+
+
+def main_table(results: Results) -> Table:
+    """Every row with its quantities, beside the source's where it has any."""
+    study = results.study
+    columns = columns_of(results)
+    settings = results.varied or ("model",)
+    targets = [results.targets_of(row) for row in results.rows]
+    texts = [[target_text(t, c) for c in columns] for t in targets]
+    beside = [any(row[i] != "–" for row in texts) for i in range(len(columns))]
+    heads = [SETTINGS.get(n, n.rpartition(".")[2].replace("_", " ")) for n in settings]
+    for column, has in zip(columns, beside, strict=True):
+        heads.append(study.score_label if column == "score" else HEADS.get(column, column))
+        heads += ["the report"] if has else []
+    cells, fast = [], False
+    for row, said in zip(results.rows, texts, strict=True):
+        cell = [shown(n, row.settings.get(n)) for n in settings]
+        for column, text, has in zip(columns, said, beside, strict=True):
+            mine = with_interval(row.score) if column == "score" else None
+            mark = " *" if column == "score" and row.trained and row.score.n else ""
+            fast = fast or bool(mark)
+            cell += [(mine or shown(column, row.quantities.get(column))) + mark]
+            cell += [text] if has else []
+        cells.append(tuple(cell))
+    notes = (
+        [f"Mean ± 1.96 standard errors of n runs ({study.score})."] if "score" in columns else []
+    )
+    if fast:
+        which = next(row.trained for row in results.rows if row.trained)
+        how = ", ".join(f"{n} = {shown(n, v)}" for n, v in which.items())
+        notes.append(f"* trained by a fast equivalent ({how}); memory is of the real setting.")
+    if results.missing:
+        notes.append(f"{results.missing} runs have not ended yet.")
+    sources = tuple(tuple(o.folder.name for o in row.outcomes) for row in results.rows)
+    return Table("table", study.title, tuple(heads), tuple(cells), sources, tuple(notes))
+
+
+def front_table(results: Results) -> Table | None:
+    """The Pareto-optimal settings by counted memory and score, most memory first."""
+    if sum("score" in row.quantities for row in results.rows) < 2 or not results.front:
+        return None
+    rows = [results.rows[i] for i in reversed(results.front)]
+    settings = results.varied or ("model",)
+    heads = (*(SETTINGS.get(n, n) for n in settings), "counted (MB)", results.study.score_label)
+    cells = tuple(
+        (
+            *(shown(n, row.settings.get(n)) for n in settings),
+            shown("counted_bytes", row.quantities["counted_bytes"]),
+            with_interval(row.score),
+        )
+        for row in rows
+    )
+    sources = tuple(tuple(o.folder.name for o in row.outcomes) for row in rows)
+    return Table("front", "Pareto-optimal settings", heads, cells, sources)
+
+
+def family_table(results: Results, label: str = "family") -> Table | None:
+    """Families of settings (sparse, narrow, shallow): the best of each within equal memory."""
+    families: dict[str, list[Row]] = {}
+    for row in results.rows:
+        if label in row.settings and {"counted_bytes", "score"} <= row.quantities.keys():
+            families.setdefault(str(row.settings[label]), []).append(row)
+    if len(families) < 2:
+        return None
+    points = {
+        name: [(row.quantities["counted_bytes"], row.quantities["score"]) for row in rows]
+        for name, rows in families.items()
+    }
+    cells, sources = [], []
+    for memory, best in at_equal_memory(points):
+        found = {n: None if i is None else families[n][i] for n, i in best.items()}
+        scores = {n: r.quantities["score"] for n, r in found.items() if r is not None}
+        winner = max(scores, key=lambda n: scores[n])
+        cells.append(
+            (
+                shown("counted_bytes", memory),
+                *("–" if r is None else with_interval(r.score) for r in found.values()),
+                winner,
+            )
+        )
+        sources.append(tuple(o.folder.name for r in found.values() if r for o in r.outcomes))
+    heads = ("within (MB)", *families, "best")
+    return Table(
+        "equal-memory", "The best within equal memory", heads, tuple(cells), tuple(sources)
+    )
+
+
+def search_table(results: Results) -> Table | None:
+    """What every search chose, beside the source's choice, and the score it was chosen by."""
+    if not results.choices:
+        return None
+    places = dict.fromkeys(n for c in results.choices for n in c.where)
+    names = dict.fromkeys(n for c in results.choices for n in c.values)
+    heads, cells, sources = [SETTINGS.get(n, n) for n in places], [], []
+    targets = [results.targets_where(choice.where) for choice in results.choices]
+    beside = any(t is not None and n in t.quantities for t in targets for n in names)
+    for name in names:
+        heads += [SETTINGS.get(name, name.rpartition(".")[2].replace("_", " "))]
+        heads += ["the report"] if beside else []
+    for choice, target in zip(results.choices, targets, strict=True):
+        said = {} if target is None else target.quantities
+        cell = [shown(n, choice.where.get(n)) for n in places]
+        for name in names:
+            mine = choice.values.get(name)
+            cell += [shown(name, mine)]
+            cell += [shown(name, None if mine is None else said.get(name))] if beside else []
+        best = next(c for c in choice.candidates if c.values == choice.values)
+        cells.append((*cell, with_interval(best.score)))
+        sources.append(tuple(job.name for job in best.jobs))
+    title = "Chosen on the validation split"
+    heads.append(f"validation {results.study.score_label}")
+    return Table("search", title, tuple(heads), tuple(cells), tuple(sources))
+
+
+def tables(results: Results) -> list[Table]:
+    """All there is something for."""
+    made = (
+        main_table(results) if results.rows else None,
+        front_table(results),
+        family_table(results),
+        search_table(results),
+    )
+    return [table for table in made if table is not None]

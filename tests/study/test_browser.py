@@ -1,0 +1,176 @@
+"""The pages in headless Chromium: what is rendered, what keys do, how fast a large study opens.
+
+Needs `chromium` on the PATH, or the variable SHOESTRING_CHROMIUM.
+"""
+
+import html
+import json
+import os
+import re
+import shutil
+import subprocess
+
+import pytest
+from studies import TINY
+
+from shoestring.study.expand import expand
+from shoestring.study.page import page, write_profile
+from shoestring.study.report import report
+from shoestring.study.results import load_results
+from shoestring.study.spec import load
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
+FOUND = [os.environ.get("SHOESTRING_CHROMIUM"), *map(shutil.which, NAMES)]
+CHROMIUM = next(filter(None, FOUND), None)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: none on the PATH"),
+]
+
+BEFORE = "<script>window.errors = []; onerror = (message) => errors.push(String(message));</script>"
+AFTER = """<script>
+const key = (node, name) =>
+  node.dispatchEvent(new KeyboardEvent("keydown", {key: name, bubbles: true}));
+const bytes = () =>
+  [...document.querySelectorAll("#pie-rows [data-bytes]")].map((n) => Number(n.dataset.bytes));
+const found = {};
+try { (() => { %s })(); } catch (error) { errors.push(String(error)); }
+found.errors = errors;
+found.wide = document.documentElement.scrollWidth - innerWidth;
+found.ready = document.documentElement.dataset.ready;
+found.milliseconds = performance.now();
+const said = document.createElement("pre");
+said.id = "found";
+said.textContent = JSON.stringify(found);
+document.body.append(said);
+</script></body>"""
+
+
+def rendered(path, tmp_path, script="", width=1200):
+    """What the script found in the page, opened from the disk without a network."""
+    text = path.read_text()
+    copy = tmp_path / "opened.html"
+    copy.write_text(text.replace("<head>", "<head>" + BEFORE, 1).replace("</body>", AFTER % script))
+    done = subprocess.run(
+        [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--window-size={width},900",
+         f"--user-data-dir={tmp_path / 'browser'}", "--dump-dom", copy.as_uri()],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    match = re.search(r'<pre id="found">(.*?)</pre>', done.stdout, re.DOTALL)
+    assert match, done.stderr[-2000:]
+    found = json.loads(html.unescape(match[1]))
+    assert found["errors"] == [] and found["ready"] == "yes"
+    assert found["wide"] <= 0, "nothing sticks out at the side"
+    return found
+
+
+@pytest.fixture(scope="module")
+def made(tiny, tmp_path_factory):
+    return report(tiny, tmp_path_factory.mktemp("report"))
+
+
+@pytest.mark.parametrize("width", [1200, 500])
+def test_what_is_drawn_is_what_was_recorded(made, tmp_path, width):
+    script = """
+    found.points = document.querySelectorAll("#pareto .point:not(.target)").length;
+    found.targets = document.querySelectorAll("#pareto .point.target").length;
+    found.peak = document.getElementById("peak-label").textContent;
+    found.pie = bytes();
+    found.said = document.getElementById("instant-said").textContent;
+    found.curves = [...document.querySelectorAll("#curves [data-run]")].map((n) => n.dataset.run);
+    found.live = document.querySelectorAll("#live tr").length;
+    """
+    found = rendered(made.folder / "index.html", tmp_path, script, width)
+    row = made.results.rows[0]
+    assert found["points"] == sum(r.score.n > 0 for r in made.results.rows) == 2
+    assert found["targets"] == 1
+    assert sum(found["pie"]) == row.quantities["counted_bytes"]
+    assert found["peak"] == f"peak {row.quantities['counted_bytes'] / 1e6:.1f} MB"
+    assert found["peak"].removeprefix("peak ") in found["said"]
+    assert found["curves"] == [run.folder.name for run in row.runs]
+    assert found["live"] == len(row.profile.end["timeline"]["live"])
+
+
+def test_keys_filters_and_the_slider(made, tmp_path):
+    script = """
+    const points = [...document.querySelectorAll("#pareto .point:not(.target)")];
+    points[0].focus();
+    found.first = document.getElementById("pareto-said").textContent;
+    key(points[0], "ArrowRight");
+    found.second = document.getElementById("pareto-said").textContent;
+    found.focused = document.activeElement === points[1];
+    key(points[0], "Enter");
+    found.chosen = document.getElementById("setting").value;
+    const filter = document.querySelector("#filters select[data-setting=precision]");
+    filter.value = "bf16";
+    filter.dispatchEvent(new Event("change"));
+    found.hidden = document.querySelectorAll("#pareto .point.off").length;
+    found.count = document.getElementById("pareto-count").textContent;
+    const slider = document.getElementById("instant");
+    slider.value = 0;
+    slider.dispatchEvent(new Event("input"));
+    found.start = slider.getAttribute("aria-valuetext");
+    document.getElementById("to-peak").click();
+    found.peak = slider.value;
+    """
+    found = rendered(made.folder / "index.html", tmp_path, script)
+    assert "bf16" in found["first"] and "fp32" in found["second"] and found["focused"]
+    assert found["chosen"] == "1", "the row of the point that was chosen"
+    assert found["hidden"] == 1 and found["count"] == "1 of 2 settings"
+    assert found["start"].startswith("instant 1 of ")
+    assert int(found["peak"]) == made.results.rows[1].profile.end["timeline"]["peak"]
+
+
+def test_the_page_of_a_profile(tmp_path):
+    from shoestring.profiling import profile
+    from shoestring.target import resolve
+
+    target = resolve("wrn-10-1", batch=4)
+    result = profile(target.model, target.batch, loss=target.loss, optimizer="sgd")
+    settings = {"model": "wrn-10-1", "batch": 4, "batch_unit": "images", "microbatch": None}
+    settings |= {"density": None, "precision": "fp32", "checkpoint": "none", "optimizer": "sgd"}
+    write_profile(tmp_path / "profile.html", settings, result)
+    script = """
+    found.paths = document.querySelectorAll("#timeline path[data-role]").length;
+    found.pie = bytes();
+    """
+    found = rendered(tmp_path / "profile.html", tmp_path, script, 500)
+    assert sum(found["pie"]) == result.peak_bytes
+    assert found["paths"] == int((result.timeline.bytes_by_role.sum(axis=0) > 0).sum())
+
+
+def five_hundred(folder, tiny):
+    """100 settings, 5 seeds, 200 evaluations each, made from one real run's records."""
+    folder.mkdir()
+    file = folder / "study.toml"
+    base = TINY[: TINY.index("[[search]]")].replace("trials = 2", "trials = 5")
+    rates = ", ".join(f"{0.001 * i:.3f}" for i in range(1, 26))
+    grid = f"[[grid]]\nlr = [{rates}]\ndensity = [1.0, 0.5, 0.3, 0.1]\n"
+    file.write_text(base.replace('baseline = {precision = "fp32", lr = 0.05}', "") + grid)
+    run = next(iter(sorted(tiny.glob("runs/*test-seed0*/records.jsonl"))))
+    profile = next(iter(sorted(tiny.glob("runs/*profile*/records.jsonl")))).read_text()
+    start, evaluation, *_, end = map(json.loads, run.read_text().splitlines())
+    for number, job in enumerate(expand(load(file), lambda job: None).jobs):
+        out = folder / "runs" / job.name
+        out.mkdir(parents=True)
+        if job.kind == "profile":
+            (out / "records.jsonl").write_text(profile)
+            continue
+        curve = [
+            {**evaluation, "epoch": epoch, "accuracy": 90 + (number * epoch % 97) / 20}
+            for epoch in range(1, 201)
+        ]
+        events = [start, *curve, {**end, "best_accuracy": max(e["accuracy"] for e in curve)}]
+        (out / "records.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+
+
+def test_five_hundred_runs_open_in_two_seconds(tiny, tmp_path):
+    five_hundred(tmp_path / "large", tiny)
+    results = load_results(tmp_path / "large")
+    assert len(results.rows) == 100 and sum(row.score.n for row in results.rows) == 500
+    (tmp_path / "large.html").write_text(page(results))
+    script = "found.points = document.querySelectorAll('#pareto .point').length;"
+    found = rendered(tmp_path / "large.html", tmp_path, script)
+    assert found["points"] == 100
+    assert found["milliseconds"] < 2000
+    print(f"{(tmp_path / 'large.html').stat().st_size:,} bytes, {found['milliseconds']:.0f} ms")

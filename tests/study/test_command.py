@@ -1,0 +1,113 @@
+"""Studies that are killed, resumed, interrupted, and sent to a cluster."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from studies import FAILED, JOBS, ONE, context, records, study_process
+
+from shoestring.errors import InputError
+from shoestring.study.command import run_study
+from shoestring.study.execute import FAILURE, Place
+
+CPU = Place(device="cpu")
+
+
+@pytest.mark.slow
+def test_killed_and_resumed_every_run_is_there_once(tiny):
+    """Forty runs and five kills: benchmarks/study_resume.py."""
+    found = records(tiny)
+    failed = {path.parent.name for path in tiny.glob(f"runs/*/{FAILURE}")}
+    assert len(list(tiny.glob("runs/*"))) == JOBS and len(failed) == FAILED
+    assert not list(tiny.glob("runs/*/snapshot-*.pt"))
+    for name, events in found.items():
+        kinds = [event["event"] for event in events]
+        if name not in failed:
+            assert kinds.count("start") == kinds.count("end") == 1 and kinds[-1] == "end", name
+        if "-test-" in name and name not in failed:
+            assert kinds == ["start", "evaluation", "evaluation", "end"], name
+
+
+@pytest.mark.slow
+def test_a_ray_cluster_gives_the_same_numbers(tmp_path):
+    """The forty runs of benchmarks/study_resume.py do so, too."""
+    pytest.importorskip("ray")
+    file = tmp_path / "one.toml"
+    file.write_text("profile = false\n" + ONE + "density = 0.5")
+    run_study(file, tmp_path / "here", place=CPU)
+    script = (
+        "import sys\n"
+        "from shoestring.study.command import run_study\n"
+        "from shoestring.study.execute import Place\n"
+        "run_study(sys.argv[1], sys.argv[2], ray='local', place=Place(device='cpu'))\n"
+    )
+    path = os.pathsep.join(p for p in sys.path if p)
+    environment = {**os.environ, "PYTHONPATH": path, "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", script, file, tmp_path / "ray"],
+        env=environment, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert records(tmp_path / "ray") == records(tmp_path / "here")
+    assert len(records(tmp_path / "ray")) == 1
+
+
+def test_a_cluster_that_is_not_there(tmp_path):
+    pytest.importorskip("ray")
+    file = tmp_path / "one.toml"
+    file.write_text(ONE)
+    with pytest.raises(InputError, match=r"no Ray cluster answers at '127\.0\.0\.1:1'"):
+        run_study(file, tmp_path / "out", ray="127.0.0.1:1")
+
+
+def test_what_is_done_is_not_done_again_and_a_changed_study_goes_on(tmp_path):
+    file, out = tmp_path / "one.toml", tmp_path / "out"
+    file.write_text("profile = false\n" + ONE)
+    assert run_study(file, out, place=CPU).runs == 1
+    (before,) = out.glob("runs/*/records.jsonl")
+    stamp = before.stat().st_mtime_ns
+    with pytest.raises(InputError, match="holds a study already"):
+        run_study(file, out, place=CPU)
+    file.write_text("profile = false\n" + ONE + "[[grid]]\ndensity = [1.0, 2.0]")
+    summary = run_study(file, out, resume=True, place=CPU)
+    assert (summary.runs, summary.failed) == (2, 1)
+    assert before.stat().st_mtime_ns == stamp
+    (failure,) = out.glob(f"runs/*/{FAILURE}")
+    assert "density 2 lies outside" in json.loads(failure.read_text())["error"]
+    stamp = failure.stat().st_mtime_ns
+    assert run_study(file, out, resume=True, place=CPU).failed == 1
+    assert failure.stat().st_mtime_ns == stamp, "a failed run is not tried again unasked"
+    assert run_study(file, out, resume=True, retry_failed=True, place=CPU).failed == 1
+    assert failure.stat().st_mtime_ns != stamp
+
+
+def test_interrupted_it_saves_and_says_how_to_go_on(tmp_path):
+    file, out, log = tmp_path / "long.toml", tmp_path / "out", tmp_path / "log"
+    file.write_text(ONE.replace("epochs = 1", "epochs = 100000\nsnapshot_every = 7"))
+    process = context().Process(target=study_process, args=(file, out, log))
+    process.start()
+    while not list(out.glob("runs/*/snapshot-*.pt")):
+        assert process.is_alive(), log.read_text()
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGTERM)
+    process.join()
+    assert process.exitcode == 1 and "stopped by SIGTERM after 0 of 2 runs" in log.read_text()
+    (run,) = out.glob("runs/*")
+    assert "stopped by SIGTERM" in (run / "log.txt").read_text()
+    assert not (run / FAILURE).exists() and list(run.glob("snapshot-*.pt"))
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_each_process_starts_cuda_anew(tmp_path):
+    import torch
+
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    file = tmp_path / "one.toml"
+    file.write_text("profile = false\n" + ONE + "[[grid]]\nprecision = ['fp32', 'fp16']")
+    summary = run_study(file, tmp_path / "out", workers=2, place=Place(device="cuda"))
+    assert (summary.runs, summary.failed) == (2, 0)
