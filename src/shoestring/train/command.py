@@ -148,7 +148,6 @@ def start(call: Call) -> Result:
         languages=call.languages, merges=call.merges,
     )  # fmt: skip
     settings = _settings(call, task, device)
-    settings = replace(settings, plan=settings.plan.changed(call.changes))
     name = f"{call.model.replace(':', '.')}-{task.name}-seed{call.seed}"
     made = f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     with process_group(device):
@@ -185,7 +184,8 @@ def _settings(call: Call, task: ImageTask | TextTask, device: torch.device) -> A
         shared["evaluation_batch"] = call.evaluation_batch
     if isinstance(task, TextTask):
         _say_remarks(task)
-        return text_settings_for(call.model, call.data, task, **shared, **call.for_text)
+        text = text_settings_for(call.model, call.data, task, **shared, **call.for_text)
+        return replace(text, plan=text.plan.changed(call.changes))
     given = [name for name, value in call.for_text.items() if value is not None]
     if given:
         raise InputError(
@@ -193,9 +193,10 @@ def _settings(call: Call, task: ImageTask | TextTask, device: torch.device) -> A
             hint="--epochs says how long to train on images" if given[0] == "updates" else None,
         )
     last = device.type == "cuda" if call.channels_last is None else call.channels_last
-    return settings_for(
+    images = settings_for(
         call.model, call.data, images=len(task.images), channels_last=last, **shared
     )
+    return replace(images, plan=images.plan.changed(call.changes))
 
 
 def _say_remarks(task: TextTask) -> None:
