@@ -53,17 +53,21 @@ def test_the_trace_of_a_planned_step_has_the_peak_of_the_step(name: str, techniq
     assert found == pytest.approx(expected.peak_bytes, rel=0.005)
 
 
-@pytest.mark.parametrize("name", list(SMALL))
+TIMES = {"cnn": 2, "residual": 2, "tied": 1, "lstm": 2, "mlp": 8}
+"""Batches of the small models, just large enough to weigh more than their parameters."""
+
+
+@pytest.mark.parametrize("name", list(TIMES))
 def test_plans_hold(name: str) -> None:
     """From nearly all of the plain peak to the least there is: measured, and lossless if said."""
     small = SMALL[name]
     torch.manual_seed(0)
-    model, batch = small.build(), several(small.batch(), 20 if name == "mlp" else 4)
+    model, batch = small.build(), several(small.batch(), TIMES[name])
     optimizer = sgd(model)
     planner = Planner(model, batch, loss=small.loss, optimizer=optimizer, costs=COSTS)
     plain, least = planner.estimates.plain.peak_bytes, planner.smallest_bytes()
     assert least < 0.9 * plain
-    for share in (0.0, 0.5, 1.0):
+    for share in (0.0, 0.6):
         budget = round(least + (0.95 * plain - least) * share)
         plan = planner.plan(budget)
         assert plan.predicted.peak_bytes <= budget * (1 - plan.margin)
@@ -123,8 +127,10 @@ def test_enough_is_plain() -> None:
     assert plan.predicted.peak_bytes == pytest.approx(expected.peak_bytes, abs=64)
 
 
-def test_plans_for_a_device_that_is_not_there() -> None:
-    small = SMALL["tied"]
+@pytest.mark.parametrize("name", ["tied", "residual"])
+def test_plans_for_a_device_that_is_not_there(name: str) -> None:
+    """The second begins with a convolution, whose workspace is not there all the time."""
+    small = SMALL[name]
     with FakeTensorMode():
         model, batch = small.build(), several(small.batch(), 64)
     given: dict[str, Any] = {"loss": small.loss, "optimizer": "adam"}
@@ -135,6 +141,8 @@ def test_plans_for_a_device_that_is_not_there() -> None:
     least = planner.smallest_bytes()
     plan = planner.plan((least + plain) // 2)
     assert plan.predicted.device == "cuda" and plan.predicted.peak_bytes < plain
+    chain = planner.estimates._chain
+    assert all(o.kept_bytes <= o.forward_bytes for s in chain.blocks for o in s.options.values())
 
 
 def test_batches_that_cannot_be_cut_are_not() -> None:

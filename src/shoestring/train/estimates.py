@@ -15,7 +15,6 @@ from torch import nn
 
 from ..errors import InputError, TraceError
 from ..memory.device import device_timeline
-from ..memory.timeline import Timeline
 from ..planning.chain import front, solve
 from ..planning.cost import Costs
 from ..planning.plan import Plan
@@ -30,11 +29,11 @@ from ..trace.graph import Phase, Role, Trace
 from .capture import capture_step
 from .chain import measure_chain
 from .residents import Update, between, halved, largest, traced_update
+from .staged import resident_bytes
 
 _NAMED = ("no-bn", "every-2", "every-4", "every-8", "every-16", "every-32")
 """Ways to checkpoint a model without repeated blocks."""
 _AROUND = (0.85, 1.15)
-_RESIDENT = (Role.MODEL, Role.BUFFER, Role.INPUT, Role.WORKSPACE)
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,7 @@ class DeviceEstimates:
             p.name: p.numel * p.dtype.itemsize for p in self._trace.parameters if p.has_gradient
         }
         self._passes: Work = _passes(self._trace)
-        self._fixed_bytes: int = _resident(device_timeline(self._trace))
+        self._fixed_bytes: int = resident_bytes(device_timeline(self._trace))
 
     def _note(self, trace: Trace) -> None:
         self._trace = trace
@@ -247,7 +246,7 @@ class DeviceEstimates:
         timeline = device_timeline(trace)
         peak = timeline.roles_at(timeline.peak_instant)
         gradients = peak[Role.GRADIENT]
-        above = sum(peak.values()) - gradients - _resident(timeline)
+        above = sum(peak.values()) - gradients - resident_bytes(timeline)
         return _Way(checkpointing, above, gradients, _passes(trace))
 
     def _by_way(self, setting: Setting, way: _Way) -> Candidate:
@@ -280,10 +279,6 @@ class DeviceEstimates:
 
 def _by_bytes(candidate: Candidate) -> int:
     return candidate.peak_bytes
-
-
-def _resident(timeline: Timeline) -> int:
-    return sum(c.nbytes for c in timeline.changes if c.instant == 0 and c.role in _RESIDENT)
 
 
 def _passes(trace: Trace) -> Work:

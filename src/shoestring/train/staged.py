@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ..memory.device import device_timeline
+from ..memory.timeline import Timeline
 from ..planning.stages import Work
 from ..trace.graph import Op, Phase, Role, Trace
 from ..trace.recorder import Recorder
@@ -95,9 +96,7 @@ class StagedRun:
         begin = next((op.index for op in ops if op.phase is not Phase.FORWARD), len(ops))
         end = next((op.index for op in ops if op.phase is Phase.OPTIMIZER), len(ops))
         count = len(watch.paths)
-        self.fixed_bytes = sum(
-            c.nbytes for c in timeline.changes if c.instant == 0 and c.role in _RESIDENT
-        )
+        self.fixed_bytes = resident_bytes(timeline)
         self.update_peak_bytes = int(self.totals[end:].max(initial=0))
         if len(watch.calls) != count:
             self.forward = self.backward = []
@@ -172,6 +171,13 @@ class StagedRun:
             for op in self.trace.forward_ops[calls[block + 1][2] :]
             for _, spec in op.inputs
         )
+
+
+def resident_bytes(timeline: Timeline) -> int:
+    """What is there all the time; not what the first operation needs for itself."""
+    first = sum(c.nbytes for c in timeline.changes if c.instant == 0 and c.role in _RESIDENT)
+    gone = (c for c in timeline.changes if c.instant == 1 and c.role is Role.WORKSPACE)
+    return first + sum(c.nbytes for c in gone if c.nbytes < 0)
 
 
 def _where(parts: list[range], index: int) -> int:
