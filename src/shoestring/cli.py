@@ -396,8 +396,9 @@ def plan(
         points = planner.front() if front or plot else ()
         if points:
             plot_front(points, planner.estimates.plain, model, plot or "front.png")
-        if points and not as_json:
-            typer.echo(front_table(points, planner.estimates.plain), file=sys.__stdout__)
+    if points and not as_json:
+        typer.echo(front_table(points, planner.estimates.plain))
+    with working(f"planning {model}"):
         result = planner.plan(budget_bytes)
     if out is not None:
         result.save(out)

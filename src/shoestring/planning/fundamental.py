@@ -148,6 +148,10 @@ class FundamentalEstimates:
         """From the least memory to the least time."""
         return [self._candidate(setting, way) for way in self._ways]
 
+    def around(self, candidate: Candidate) -> list[Candidate]:
+        """All ways by the same setting."""
+        return self.front(candidate.setting)
+
     def least_seconds(self, setting: Setting) -> float:
         """Nothing runs again."""
         return min(c.seconds for c in self.front(setting))

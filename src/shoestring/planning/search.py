@@ -25,6 +25,10 @@ TRIES = 6
 """Schedules of one setting that are predicted at most."""
 
 
+_SMALLEST = 3
+"""Settings with the lowest bounds, of which the smallest plan is sought."""
+
+
 @dataclass(frozen=True)
 class Candidate:
     """A plan with what is estimated for it."""
@@ -58,6 +62,10 @@ class Estimates(Protocol):
 
     def front(self, setting: Setting) -> list[Candidate]:
         """From the least memory to the least time."""
+        ...
+
+    def around(self, candidate: Candidate) -> list[Candidate]:
+        """Some for less and for more memory, by the same setting."""
         ...
 
     def predict(self, candidate: Candidate) -> Predicted | None:
@@ -104,7 +112,12 @@ def search(estimates: Estimates, settings: Sequence[Setting], limit_bytes: int) 
 def smallest(estimates: Estimates, settings: Sequence[Setting]) -> Found | None:
     """The plan of least predicted memory that was found."""
     best: Found | None = None
-    for setting in sorted(settings, key=estimates.least_bytes):
+
+    def bound(setting: Setting) -> tuple[int, float, float]:
+        size = float("inf") if setting.microbatch is None else setting.microbatch
+        return estimates.least_bytes(setting), size, setting.density or 1.0
+
+    for setting in sorted(settings, key=bound)[:_SMALLEST]:
         known = None if best is None else best.predicted.peak_bytes
         if known is not None and estimates.least_bytes(setting) >= known:
             break
@@ -125,13 +138,22 @@ def budget_error(
     hint = "; or ".join(ways) or "a smaller model or batch, or an optimizer with less state"
     if least is None:
         return BudgetError(f"no plan fits {format_size(budget_bytes)}", hint=hint)
-    needed = int(least.predicted.peak_bytes / (1 - margin)) + 1
+    needed = budget_for(least.predicted.peak_bytes, margin)
     return BudgetError(
         f"no plan fits {format_size(budget_bytes)}; the smallest found is {_at_least(needed)} "
         f"({short(least.candidate.plan)})",
         hint=hint,
         smallest_bytes=needed,
     )
+
+
+def budget_for(peak_bytes: int, margin: float) -> int:
+    """The budget that a predicted peak needs; a little more where predictions may differ by it."""
+    return int(peak_bytes * (_REPEATS if margin else 1) / (1 - margin)) + 1
+
+
+_REPEATS = 1.003
+"""Small steps are not predicted to the byte: some 256 come and go with caches in PyTorch."""
 
 
 def _at_least(nbytes: int) -> str:

@@ -51,6 +51,10 @@ def _fakes(tensors: Iterable[torch.Tensor], mode: FakeTensorMode) -> dict[int, t
     with mode, torch.no_grad():
         for (_, dtype), group in groups.items():
             start, end = span(group)
+            if len(group) == 1 and end - start == group[0].numel():  # alone and without gaps
+                shape, stride = group[0].shape, group[0].stride()
+                made[id(group[0])] = torch.empty_strided(shape, stride, dtype=dtype)
+                continue
             base = torch.empty(end - start, dtype=dtype)
             for tensor in group:
                 offset = tensor.storage_offset() - start

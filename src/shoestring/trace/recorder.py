@@ -153,6 +153,8 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # asked for often, and slow to answer further down
         if func.namespace == "prim" or not self.recording:
             return self._unrecorded(func, args, kwargs)
         if self._is_step_count(func, args):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -72,9 +72,22 @@ def capture_step(
                 _leave_gradients(step, trained)
             if watch is not None:
                 watch(twin, recorder)
-            with recorder:  # not following functions: it would replace the techniques' own hooks
+            with _only_new_garbage(), recorder:  # not following functions: techniques have hooks
                 recorded = _record(recorder, step, data, passes, update=optimizer is not None)
     return freeze(recorder, twin, updates, recorded, device)
+
+
+@contextmanager
+def _only_new_garbage() -> Iterator[None]:
+    """Let the collector look at what is made from here on, which is all that matters and little."""
+    ours = gc.get_freeze_count() == 0
+    if ours:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if ours:
+            gc.unfreeze()
 
 
 def _leave_gradients(step: Step, trained: Collection[str]) -> None:

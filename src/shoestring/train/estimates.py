@@ -6,6 +6,7 @@ estimate: it runs the planned step itself on fake tensors.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -20,7 +21,7 @@ from ..planning.cost import Costs
 from ..planning.plan import Plan
 from ..planning.result import Predicted
 from ..planning.search import Candidate
-from ..planning.settings import Scales, Setting, adapted
+from ..planning.settings import DENSITIES, Scales, Setting, adapted
 from ..planning.stages import Chain, Schedule, Work
 from ..techniques import Checkpointing
 from ..trace.capture import Loss
@@ -28,10 +29,11 @@ from ..trace.fakes import OptimizerLike
 from ..trace.graph import Phase, Role, Trace
 from .capture import capture_step
 from .chain import measure_chain
-from .residents import Update, halved, traced_update
+from .residents import Update, between, halved, largest, traced_update
 
 _NAMED = ("no-bn", "every-2", "every-4", "every-8", "every-16", "every-32")
 """Ways to checkpoint a model without repeated blocks."""
+_AROUND = (0.85, 1.15)
 _RESIDENT = (Role.MODEL, Role.BUFFER, Role.INPUT, Role.WORKSPACE)
 
 
@@ -74,9 +76,9 @@ class DeviceEstimates:
                 raise
             self._chain = None  # no repeated blocks
         assert self._trace is not None
-        self._trained: frozenset[str] = frozenset(
-            p.name for p in self._trace.parameters if p.has_gradient
-        )
+        self._trained: dict[str, int] = {
+            p.name: p.numel * p.dtype.itemsize for p in self._trace.parameters if p.has_gradient
+        }
         self._passes: Work = _passes(self._trace)
         self._fixed_bytes: int = _resident(device_timeline(self._trace))
 
@@ -101,22 +103,29 @@ class DeviceEstimates:
     def _update(self, setting: Setting) -> Update:
         key = setting.precision, setting.density
         if key not in self._updates:
-            if setting.precision is None:
-                made = traced_update(
-                    self._capture(replace(setting, microbatch=None).plan(), update=True)
-                )
-            else:
-                made = halved(self._update(replace(setting, precision=None)), self._model)
-            self._updates[key] = made
+            self._updates[key] = self._made_update(setting)
         return self._updates[key]
 
-    def _capture(self, plan: Plan, *, update: bool = False) -> Trace:
+    def _made_update(self, setting: Setting) -> Update:
+        density = setting.density
+        if setting.precision is not None:
+            return halved(self._update(replace(setting, precision=None)), self._model)
+        ends = DENSITIES[0], DENSITIES[-1]
+        if density is not None and density not in ends:  # bytes grow with it by a line
+            high, low = (self._update(replace(setting, density=end)) for end in ends)
+            return between(low, high, (density - ends[1]) / (ends[0] - ends[1]))
+        names, shown = largest(self._trained if density is None else {})
+        trace = self._capture(replace(setting, microbatch=None).plan(), update=names)
+        return traced_update(trace, shown, together=self._device == "cuda")
+
+    def _capture(self, plan: Plan, *, update: Collection[str] | None = None) -> Trace:
+        """The passes of a planned step, or the update of some parameters (of none: of all)."""
         return capture_step(
             plan,
             self._model,
-            optimizer=self._optimizer if update else None,
-            passes=not update,
-            trained=self._trained,
+            optimizer=None if update is None else self._optimizer,
+            passes=update is None,
+            trained=update or self._trained,
             **self._step,
         )
 
@@ -176,6 +185,14 @@ class DeviceEstimates:
         chain = self._adapted(setting)
         schedule = solve(chain, room_bytes, self._cost(setting))
         return None if schedule is None else self._candidate(setting, schedule)
+
+    def around(self, candidate: Candidate) -> list[Candidate]:
+        """The fastest for somewhat less and somewhat more memory, by the same setting."""
+        if self._chain is None:
+            return self.front(candidate.setting)
+        rooms = (int(candidate.peak_bytes * share) for share in _AROUND)
+        found = (self.best(candidate.setting, room) for room in rooms)
+        return [one for one in found if one is not None]
 
     def front(self, setting: Setting) -> list[Candidate]:
         """Every schedule worth having."""

@@ -83,6 +83,9 @@ class Hold:
                 torch.cuda.reset_peak_memory_stats()
                 before = 0
             loss = step._run(batch)
+            if step.captured and step.captured_peak_bytes > self._plan.budget_bytes:
+                self._run_eagerly()
+                return loss, None
             reached = torch.cuda.max_memory_allocated()
             return loss, reached if reached > before else None
         shapes = tuple(t.shape for t in tree_leaves(batch) if isinstance(t, torch.Tensor))
@@ -92,6 +95,19 @@ class Hold:
         peak_bytes = step.measure(batch).peak_bytes
         assert step.loss is not None
         return step.loss, peak_bytes
+
+    def _run_eagerly(self) -> None:
+        """A captured step holds its batch and library workspaces a second time."""
+        needed, budget = self._step.captured_peak_bytes, self._plan.budget_bytes
+        warnings.warn(
+            f"captured as a CUDA graph the step needs {_size(needed)} of {_size(budget)}; "
+            "it goes on eagerly",
+            BudgetWarning,
+            stacklevel=5,
+        )
+        self._step.use_graph(False)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
 
     def _undo(self) -> Callable[[], bool]:
         """What takes the step back: streams and buffers; False if weights have moved already."""

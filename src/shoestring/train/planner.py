@@ -19,7 +19,15 @@ from ..planning.cost import Costs, costs_of
 from ..planning.fundamental import FundamentalEstimates
 from ..planning.plan import Plan
 from ..planning.result import BudgetPlan, FrontPoint
-from ..planning.search import Candidate, Found, budget_error, pareto, search, smallest
+from ..planning.search import (
+    Candidate,
+    Found,
+    budget_error,
+    budget_for,
+    pareto,
+    search,
+    smallest,
+)
 from ..planning.settings import Setting, settings
 from ..techniques import Checkpointing
 from ..techniques.base import Setup
@@ -136,7 +144,7 @@ class Planner:
         """The smallest budget for which there is a plan."""
         least = smallest(self.estimates, self._settings(self.allowed))
         found = self.estimates.plain if least is None else least.predicted
-        return int(found.peak_bytes / (1 - self.margin)) + 1
+        return budget_for(found.peak_bytes, self.margin)
 
     def front(self) -> tuple[FrontPoint, ...]:
         """Memory against time of lossless, near-lossless and lossy plans, by their own steps."""
@@ -183,7 +191,7 @@ class Planner:
 
     def _result(self, found: Found, budget_bytes: int) -> BudgetPlan:
         candidate = found.candidate
-        points = [_point(c) for c in self.estimates.front(candidate.setting)]
+        points = [_point(c) for c in self.estimates.around(candidate)]
         chosen = {
             name: getattr(candidate.plan, name)
             for name in ("sparsity", "precision", "checkpointing", "microbatching")
@@ -204,8 +212,9 @@ class Planner:
         allowed = self.allowed
         for name in self.allowed.missing(self.batch_norm):
             allowed = replace(allowed, **{name.replace("-", "_"): True})
-            lower = min(map(self.estimates.least_bytes, self._settings(allowed)))
-            if lower < known:
+            lossiest = self._settings(allowed)[-1]
+            either = lossiest, replace(lossiest, precision=None)
+            if (lower := min(map(self.estimates.least_bytes, either))) < known:
                 hints.append((name, lower))
                 known = lower
         return budget_error(budget_bytes, self.margin, least, hints)

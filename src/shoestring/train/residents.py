@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 
 from torch import nn
 
@@ -31,8 +32,12 @@ class Update:
     work: Work
 
 
-def traced_update(trace: Trace) -> Update:
-    """From the trace of an update alone."""
+def traced_update(trace: Trace, shown: float = 1.0, *, together: bool = False) -> Update:
+    """From the trace of an update alone, of tensors that hold the share `shown` of the gradients.
+
+    State and gradients are in proportion. What is needed for a moment is, too, if the optimizer
+    takes all tensors `together`; else the largest tensor decides, which must be among those shown.
+    """
     held = dict.fromkeys(Role, 0)
     for storage in trace.storages:
         if storage.birth < 0 < storage.death:
@@ -43,14 +48,39 @@ def traced_update(trace: Trace) -> Update:
         for spec in (*(s for _, s in op.inputs), *op.outputs)
     ]
     flops = sum(op.flops for op in trace.ops)
+    passing = int(device_timeline(trace).totals.max(initial=0)) - sum(held.values())
+    gradients, state = (int(held[role] / shown) for role in (Role.GRADIENT, Role.OPTIMIZER_STATE))
+    model = held[Role.MODEL] + held[Role.BUFFER]
+    resident = model + gradients + state + held[Role.INPUT]
     return Update(
-        held[Role.MODEL] + held[Role.BUFFER],
-        held[Role.GRADIENT],
-        held[Role.OPTIMIZER_STATE],
+        model,
+        gradients,
+        state,
         held[Role.INPUT],
-        int(device_timeline(trace).totals.max(initial=0)),
-        Work(flops, sum(moved), len(trace.ops)),
+        resident + max(int(passing / shown if together else passing), 0),
+        Work(flops / shown, sum(moved) / shown, len(trace.ops)),
     )
+
+
+def between(low: Update, high: Update, share: float) -> Update:
+    """On the line from one to the other."""
+    sizes = {
+        f.name: round(getattr(low, f.name) * (1 - share) + getattr(high, f.name) * share)
+        for f in fields(Update)
+        if f.name != "work"
+    }
+    return Update(**sizes, work=high.work)
+
+
+MOST_TENSORS = 64
+"""Whose update is traced, the largest; the others are in proportion."""
+
+
+def largest(trained: Mapping[str, int]) -> tuple[list[str], float]:
+    """Names of the largest tensors, and their share of all bytes."""
+    names = sorted(trained, key=lambda name: -trained[name])[:MOST_TENSORS]
+    total = sum(trained.values())
+    return names, sum(trained[name] for name in names) / total if total else 1.0
 
 
 def halved(wide: Update, model: nn.Module) -> Update:

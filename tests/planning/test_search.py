@@ -1,0 +1,165 @@
+"""What is allowed, which settings are tried, and plans by the report's accounting."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoestring.errors import BudgetError, InputError
+from shoestring.models import builtin
+from shoestring.planning.allow import Allowed, density_loss, microbatch_loss
+from shoestring.planning.plan import Plan
+from shoestring.planning.result import LOSSLESS, LOSSY, NEAR, FrontPoint
+from shoestring.planning.search import pareto
+from shoestring.planning.settings import settings
+from shoestring.profiling import profile
+from shoestring.techniques import Checkpointing, Precision, Sparsity
+from shoestring.train.planner import Planner
+
+BUDGETS = ("404.8", "200", "100", "42.6", "20", "12.2", "10")
+
+
+@pytest.mark.parametrize(
+    "allow, expected",
+    [
+        (None, Allowed()),
+        ((), Allowed(precision=False)),
+        ("lossless", Allowed(precision=False)),
+        ("precision", Allowed()),
+        (["sparsity"], Allowed(sparsity=True)),
+        ("bn-microbatch, sparsity", Allowed(bn_microbatch=True, sparsity=True)),
+        ({"lossless", "sparsity"}, Allowed(precision=False, sparsity=True)),
+    ],
+)
+def test_allow(allow: object, expected: Allowed) -> None:
+    assert Allowed.of(allow) == expected  # type: ignore[arg-type]
+
+
+def test_an_unknown_name_is_named() -> None:
+    with pytest.raises(InputError, match="'pruning'") as raised:
+        Allowed.of("pruning")
+    assert "bn-microbatch" in str(raised.value.hint)
+
+
+@given(st.floats(0.01, 1.0), st.floats(0.01, 1.0), st.integers(1, 200), st.integers(1, 200))
+def test_less_is_lossier(a: float, b: float, m: int, n: int) -> None:
+    assert density_loss(min(a, b)) >= density_loss(max(a, b)) >= 0
+    assert microbatch_loss(min(m, n)) >= microbatch_loss(max(m, n)) > 0
+
+
+def made(allow: str | None, **changes: object) -> list[tuple[str | None, int | None, float | None]]:
+    given = {"batch_norm": False, "sparsifiable": True, "ragged": False, **changes}
+    found = settings(Allowed.of(allow), 12, **given)  # type: ignore[arg-type]
+    assert [s.loss for s in found] == sorted(s.loss for s in found)
+    return [(s.precision, s.microbatch, s.density) for s in found]
+
+
+def test_settings_by_what_is_allowed() -> None:
+    sizes = [None, 6, 4, 3, 2, 1]
+    assert made("lossless") == [(None, size, None) for size in sizes]
+    assert made(None) == [(p, size, None) for p in (None, "fp16") for size in sizes]
+    assert made("lossless", batch_norm=True) == [(None, None, None)]
+    assert (None, 1, None) in made("bn-microbatch", batch_norm=True)
+    assert all(density is None for _, _, density in made("sparsity", sparsifiable=False))
+    assert len(made("lossless", ragged=True)) == 6
+
+
+def test_kinds() -> None:
+    found = settings(
+        Allowed.of("bn-microbatch,sparsity"), 12, batch_norm=True, sparsifiable=True, ragged=False
+    )
+    kinds = {(s.precision is None, s.microbatch is None, s.density is None): s.kind for s in found}
+    assert kinds[True, True, True] == LOSSLESS
+    assert kinds[False, True, True] == NEAR
+    assert {kind for key, kind in kinds.items() if not (key[1] and key[2])} == {LOSSY}
+
+
+@given(st.lists(st.tuples(st.integers(1, 50), st.integers(1, 50)), max_size=30))
+def test_pareto_is_brute_force(pairs: list[tuple[int, int]]) -> None:
+    points = [FrontPoint(Plan(), m, float(t), False, LOSSLESS) for m, t in pairs]
+    expected = {
+        (m, t)
+        for m, t in pairs
+        if not any((a <= m and b < t) or (a < m and b <= t) for a, b in pairs)
+    }
+    assert {(p.peak_bytes, int(p.seconds)) for p in pareto(points)} == expected
+
+
+# -- the report's accounting -----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def wide_resnet() -> tuple[torch.nn.Module, tuple[torch.Tensor, torch.Tensor]]:
+    known = builtin("wrn-28-2")
+    return known.build(), known.batch(100)
+
+
+@pytest.fixture(scope="module")
+def planner(wide_resnet) -> Planner:  # type: ignore[no-untyped-def]
+    model, batch = wide_resnet
+    return Planner(
+        model, batch, loss=builtin("wrn-28-2").loss, optimizer="sgd", accounting="fundamental",
+        allow="bn-microbatch",
+    )  # fmt: skip
+
+
+def test_time_grows_as_the_budget_falls(planner: Planner) -> None:
+    """Nothing sparse, and each slower than the one before."""
+    found = [planner.plan(int(float(size) * 1e6)) for size in BUDGETS]
+    for size, plan in zip(BUDGETS, found, strict=True):
+        assert plan.predicted.peak_bytes <= float(size) * 1e6
+        assert plan.sparsity is None
+    seconds = [plan.predicted.seconds for plan in found]
+    assert seconds == sorted(seconds)
+    assert [plan.kind for plan in found] == [LOSSLESS] * 3 + [NEAR] + [LOSSY] * 3
+
+
+@pytest.mark.parametrize(
+    "size, density, microbatch",
+    [
+        ("42.6", 1.0, 100),
+        ("12.2", 1.0, 10),
+        ("6.7", 0.3, 10),
+        ("5.6", 0.2, 10),
+        ("3.6", 0.2, 4),
+        ("2.5", 0.1, 4),
+    ],
+)
+def test_no_row_of_the_report_is_better(
+    planner: Planner, wide_resnet, size: str, density: float, microbatch: int
+) -> None:
+    """Its Table 2: no more memory, no more operations, no lower density."""
+    model, _ = wide_resnet
+    known = builtin("wrn-28-2")
+    row = profile(
+        model, known.batch(microbatch), loss=known.loss, optimizer="sgd",
+        techniques=[Sparsity(density), Precision("fp16"), Checkpointing("residual-2*")],
+    )  # fmt: skip
+    row_flops = (row.forward_flops + row.backward_flops + row.recompute_flops) * (100 // microbatch)
+    planner.allowed = Allowed.of("bn-microbatch,sparsity")
+    plan = planner.plan(int(float(size) * 1e6))
+    planner.allowed = Allowed.of("bn-microbatch")
+    assert plan.predicted.peak_bytes <= min(float(size) * 1e6, row.peak_bytes)
+    assert plan.predicted.flops <= row_flops
+    assert (1.0 if plan.sparsity is None else plan.sparsity.density) >= density
+
+
+def test_what_is_predicted_is_what_profile_counts(planner: Planner, wide_resnet) -> None:  # type: ignore[no-untyped-def]
+    model, batch = wide_resnet
+    plan = planner.plan(20_000_000)
+    counted = profile(
+        model, batch, loss=builtin("wrn-28-2").loss, optimizer="sgd", techniques=plan.techniques
+    )
+    assert plan.predicted.peak_bytes == counted.peak_bytes
+
+
+def test_below_the_smallest(planner: Planner) -> None:
+    with pytest.raises(BudgetError, match="the smallest found is 9") as raised:
+        planner.plan(2_000_000)
+    assert "'sparsity'" in str(raised.value.hint)
+    assert raised.value.exit_status == 1
+    smallest = raised.value.smallest_bytes
+    assert smallest is not None
+    assert planner.plan(smallest).predicted.peak_bytes <= smallest
+    with pytest.raises(BudgetError):
+        planner.plan(smallest - 2)

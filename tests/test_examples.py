@@ -1,0 +1,26 @@
+"""The examples run as they stand, and stay within the budget they name."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize("name", ["plain_loop", "huggingface_finetune"])
+def test_example_stays_within_its_budget(name: str) -> None:
+    done = subprocess.run(
+        [sys.executable, ROOT / "examples" / f"{name}.py"],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    measured, budget = re.findall(r"measured ([\d.]+) MB of ([\d.]+) MB", done.stdout)[0]
+    assert 0.5 * float(budget) < float(measured) <= float(budget)
+    losses = [float(found) for found in re.findall(r"loss ([\d.]+)", done.stdout)]
+    assert losses[-1] < losses[0]

@@ -1,0 +1,212 @@
+"""Plans for a budget by the device accounting: predicted, then measured, then certified."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import shoestring as ss
+from shoestring.errors import BudgetError, InputError
+from shoestring.memory.model import memory_profile
+from shoestring.planning.cost import NOMINAL, costs_of
+from shoestring.planning.result import LOSSLESS, NEAR, format_seconds
+from shoestring.planning.stages import Work
+from shoestring.train.capture import capture_step
+from shoestring.train.planner import Planner
+from shoestring.train.predict import predict_step
+from techniques.small_models import SMALL
+
+COSTS = NOMINAL["cpu"]
+"""Not measured, so that plans do not depend on how busy the machine is."""
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True)
+
+
+def several(batch: Any, times: int) -> Any:
+    return tuple(t.repeat(times, *[1] * (t.dim() - 1)) for t in batch)
+
+
+@pytest.mark.parametrize("name", ["residual", "tied", "lstm"])
+@pytest.mark.parametrize(
+    "techniques",
+    [
+        [],
+        [ss.Checkpointing("no-bn"), ss.Microbatching(2)],
+        [ss.Precision("fp16"), ss.Microbatching(3)],
+        [ss.Sparsity(0.5), ss.Precision("bf16")],
+    ],
+    ids=str,
+)
+def test_the_trace_of_a_planned_step_has_the_peak_of_the_step(name: str, techniques: Any) -> None:
+    small = SMALL[name]
+    model, batch, plan = small.build(), small.batch(), ss.Plan.of(techniques)
+    optimizer = torch.optim.Adam(model.parameters())
+    expected = predict_step(plan, model, batch, loss=small.loss, optimizer=optimizer)
+    trace = capture_step(plan, model, batch, loss=small.loss, optimizer=optimizer)
+    found = memory_profile(trace, "device").peak_bytes
+    assert found == pytest.approx(expected.peak_bytes, rel=0.005)
+
+
+@pytest.mark.parametrize("name", list(SMALL))
+def test_plans_hold(name: str) -> None:
+    """From nearly all of the plain peak to the least there is: measured, and lossless if said."""
+    small = SMALL[name]
+    torch.manual_seed(0)
+    model, batch = small.build(), several(small.batch(), 20 if name == "mlp" else 4)
+    optimizer = sgd(model)
+    planner = Planner(model, batch, loss=small.loss, optimizer=optimizer, costs=COSTS)
+    plain, least = planner.estimates.plain.peak_bytes, planner.smallest_bytes()
+    assert least < 0.9 * plain
+    for share in (0.0, 0.5, 1.0):
+        budget = round(least + (0.95 * plain - least) * share)
+        plan = planner.plan(budget)
+        assert plan.predicted.peak_bytes <= budget * (1 - plan.margin)
+        certificate = ss.verify(plan, model, [batch], loss=small.loss, optimizer=optimizer, steps=1)
+        assert certificate.measured_peak_bytes <= budget
+        assert certificate.measured_peak_bytes == pytest.approx(plan.predicted.peak_bytes, rel=0.01)
+        assert certificate.ok
+    with pytest.raises(BudgetError, match="the smallest found is"):
+        planner.plan(least // 2)
+
+
+def test_lossless_first() -> None:
+    small = SMALL["residual"]
+    model, batch = small.build(), several(small.batch(), 4)
+    given: dict[str, Any] = {"loss": small.loss, "optimizer": sgd(model), "costs": COSTS}
+    lossless = Planner(model, batch, allow="lossless", **given)
+    least = lossless.smallest_bytes()
+    planner = Planner(model, batch, **given)
+    assert planner.plan(least).kind == LOSSLESS
+    tighter = planner.plan(int(0.9 * least))
+    assert tighter.kind == NEAR
+    assert [c.part for c in tighter.choices if c.kind == NEAR] == ["precision"]
+    with pytest.raises(BudgetError) as raised:
+        lossless.plan(int(0.9 * least))
+    assert "allow 'precision'" in str(raised.value.hint)
+    assert "bn-microbatch" in str(raised.value.hint)
+
+
+def test_a_plan_says_what_it_is(tmp_path: Path) -> None:
+    small = SMALL["tied"]
+    model, batch = small.build(), several(small.batch(), 8)
+    optimizer = sgd(model)
+    planner = Planner(model, batch, loss=small.loss, optimizer=optimizer, costs=COSTS)
+    plain = planner.estimates.plain.peak_bytes
+    plan = planner.plan(plain // 2)
+    assert plan.plan == ss.Plan.of(plan.techniques)
+    first, *rest = str(plan).splitlines()
+    assert first.endswith("x FLOPs") and len(rest) == 2 + len(plan.choices)
+    assert any(point.exact and point.plan == plan.plan for point in plan.front)
+    peaks = [point.peak_bytes for point in plan.front]
+    seconds = [point.seconds for point in plan.front]
+    assert peaks == sorted(peaks) and seconds == sorted(seconds, reverse=True)
+    for name in ("plan.toml", "plan.json"):
+        plan.save(tmp_path / name)
+        assert ss.Plan.load(tmp_path / name) == plan.plan
+    assert "# " in (tmp_path / "plan.toml").read_text()
+    assert plan.as_dict()["predicted"]["peak_bytes"] == plan.predicted.peak_bytes
+
+
+def test_enough_is_plain() -> None:
+    small = SMALL["mlp"]
+    model = small.build()
+    plan = ss.plan(model, small.batch(), loss=small.loss, optimizer=sgd(model), budget="1 GB")
+    assert plan.techniques == () and plan.choices == ()
+    assert plan.predicted == plan.plain
+    expected = ss.measure(model, small.batch(), loss=small.loss, optimizer=sgd(model))
+    assert plan.predicted.peak_bytes == pytest.approx(expected.peak_bytes, abs=64)
+
+
+def test_plans_for_a_device_that_is_not_there() -> None:
+    small = SMALL["tied"]
+    with FakeTensorMode():
+        model, batch = small.build(), several(small.batch(), 64)
+    given: dict[str, Any] = {"loss": small.loss, "optimizer": "adam"}
+    planner = Planner(model, batch, device="cuda", costs=NOMINAL["cuda"], **given)
+    profile = ss.profile(model, batch, accounting="device", device="cuda", **given)
+    plain = planner.estimates.plain.peak_bytes
+    assert plain == pytest.approx(profile.peak_bytes, rel=0.01)
+    least = planner.smallest_bytes()
+    plan = planner.plan((least + plain) // 2)
+    assert plan.predicted.device == "cuda" and plan.predicted.peak_bytes < plain
+
+
+def test_batches_that_cannot_be_cut_are_not() -> None:
+    model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 8))
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        return model(batch[0]).mean() + batch[1].mean()
+
+    planner = Planner(
+        model, (torch.randn(64, 8), torch.randn(3)), loss=loss, optimizer=sgd(model), costs=COSTS
+    )
+    assert planner.plan(planner.smallest_bytes()).microbatching is None
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"accounting": "guess"}, "unknown accounting"),
+        ({"device": "tpu"}, "no accounting for device"),
+        ({"optimizer": None}, "takes an optimizer"),
+        ({"allow": "magic"}, "'magic'"),
+        ({"budget": "6M"}, "'6M'"),
+    ],
+)
+def test_a_wrong_call_is_named(changes: dict[str, Any], message: str) -> None:
+    small = SMALL["mlp"]
+    model = small.build()
+    given: dict[str, Any] = {"loss": small.loss, "optimizer": sgd(model), "budget": "1 MB"}
+    with pytest.raises(InputError, match=message):
+        ss.plan(model, small.batch(), **{**given, **changes})
+
+
+def test_costs_are_additive_and_measured() -> None:
+    costs = costs_of("cpu")
+    assert costs.source == "measured here"
+    one, two = Work(1e9, 1e6, 10), Work(3e9, 5e6, 7)
+    assert costs.seconds(one + two) == pytest.approx(costs.seconds(one) + costs.seconds(two))
+    assert 0 < costs.seconds_per_launch < 1e-2 and 1e7 < costs.bytes_per_second < 1e13
+    assert costs_of("cuda").device == "cuda"
+    assert [format_seconds(s) for s in (2.0, 0.0123, 4.5e-6)] == ["2 s", "12.3 ms", "4.5 µs"]
+
+
+class Deep(nn.Module):
+    """A hundred blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(100))
+        self.head = nn.Linear(16, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+def test_a_hundred_blocks_take_seconds() -> None:
+    with FakeTensorMode():
+        model, batch = Deep(), torch.randn(4096, 16)
+    start = time.process_time()
+    planner = Planner(
+        model, batch, loss=lambda m, b: m(b).mean(), optimizer="adam", allow="lossless", costs=COSTS
+    )
+    plan = planner.plan(planner.estimates.plain.peak_bytes // 2)
+    assert plan.predicted.peak_bytes <= plan.budget_bytes
+    assert time.process_time() - start < 15  # ten on a machine that does nothing else
