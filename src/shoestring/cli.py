@@ -291,6 +291,9 @@ def train(
     parallel: Annotated[
         str | None, typer.Option(help="Under torchrun: ddp (the default) or fsdp.")
     ] = None,
+    threads: Annotated[
+        int | None, typer.Option(help="Of the CPU; by default all, for number_words one.")
+    ] = None,
     predict: Annotated[
         bool,
         typer.Option("--predict/--no-predict", help="Predict the peaks first: up to a minute."),
@@ -342,6 +345,7 @@ def train(
             languages=languages,
             merges=merges,
             predict=predict,
+            threads=threads,
         )
     )
     if is_first():
