@@ -155,23 +155,37 @@ def rows_of(name: str, case: Case, arguments: argparse.Namespace) -> Iterator[Ro
             "plan": plan.to_dict(),
             "short": short(plan),
             "certified": None,
+            "certified_in": None,
         }
         measure(row, plan, model, case)
         if plan.kind == LOSSLESS:
-            twin, batch, optimizer = on_device(model, case, device)
-            made = ss.verify(plan, twin, [batch], loss=case.loss, optimizer=optimizer, steps=1)
-            row["certified"] = made.ok
-            row["gradients"] = made["gradients"].as_dict()
-            del twin, batch, optimizer
+            certify(row, plan, model, case)
         yield row
 
 
-def on_device(model: nn.Module, case: Case, device: str) -> tuple[nn.Module, Any, Any]:
+def certify(row: Row, plan: ss.BudgetPlan, model: nn.Module, case: Case) -> None:
+    """Planned beside plain training; in FP64 if FP32 differs, where a ReLU may turn by rounding."""
+    for kind in (torch.float32, torch.float64):
+        twin, batch, optimizer = on_device(model, case, row["device"], kind)
+        made = ss.verify(plan, twin, [batch], loss=case.loss, optimizer=optimizer, steps=1)
+        row["certified"], row["certified_in"] = made.ok, str(kind).removeprefix("torch.")
+        row["gradients"] = made["gradients"].as_dict()
+        del twin, batch, optimizer
+        if made.ok:
+            return
+
+
+def on_device(
+    model: nn.Module, case: Case, device: str, kind: torch.dtype = torch.float32
+) -> tuple[nn.Module, Any, Any]:
     """Copies of the model and its batch, and an optimizer."""
-    twin = copy.deepcopy(model).to(device)
-    batch = tree_map(
-        lambda t: t.to(device, copy=True) if isinstance(t, torch.Tensor) else t, case.batch
-    )
+
+    def moved(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        return leaf.to(device, kind if leaf.is_floating_point() else leaf.dtype, copy=True)
+
+    twin, batch = copy.deepcopy(model).to(device, kind), tree_map(moved, case.batch)
     return twin, batch, make_optimizer(case.optimizer, twin, {})
 
 
@@ -218,6 +232,8 @@ def line(row: Row) -> str:
     """Of the table."""
     captured = "-" if row["captured_bytes"] is None else f"{row['captured_bytes'] / 1e6:.2f}"
     certified = {True: "ok", False: "FAILS", None: "-"}[row["certified"]]
+    if certified == "ok" and row["certified_in"] == "float64":
+        certified = "fp64"
     return (
         f"{row['name']:<25}{row['plain_bytes'] / 1e6:>9.2f}{row['budget_bytes'] / 1e6:>9.2f}"
         f"{row['predicted_bytes'] / 1e6:>10.2f}{row['measured_bytes'] / 1e6:>10.2f}{captured:>9}"
