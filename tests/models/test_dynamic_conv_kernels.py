@@ -1,15 +1,12 @@
 """The dynamic convolution in Triton against the plain one, in the interpreter and on a GPU."""
 
-import os
-import subprocess
-import sys
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from interpreter import run_interpreted
 from shoestring.models.dynamic_conv_function import DynamicConv
 
 # (batch, time, channels, heads, taps, left): lengths under, at and over a tile, sentences shorter
@@ -80,17 +77,7 @@ def one_gradient_alone(device: str) -> None:
 
 
 def test_in_the_interpreter() -> None:
-    pytest.importorskip("triton", reason="triton is not installed")
-    paths = [str(Path(__file__).parent), *sys.path]
-    program = (
-        "from test_dynamic_conv_kernels import *\n"
-        "compare('cpu', SMALL); one_gradient_alone('cpu'); print('equal')"
-    )
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths)}
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True
-    )
-    assert done.stdout == "equal\n", done.stderr
+    run_interpreted(__file__, "compare('cpu', SMALL)", "one_gradient_alone('cpu')")
 
 
 @pytest.mark.gpu

@@ -1,14 +1,11 @@
 """BatchNorm with its ReLU in one function: the kernels, and which modules are taken together."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from interpreter import run_interpreted
 
 SHAPES = [(7, 5), (300, 16), (4, 32, 9, 7), (10, 16, 32, 32), (3, 130, 5, 5), (2, 200, 3, 4)]
 
@@ -90,17 +87,7 @@ def compare_groups(device: str) -> None:
 
 
 def test_in_the_interpreter() -> None:
-    pytest.importorskip("triton", reason="triton is not installed")
-    paths = [str(Path(__file__).parent.parent), *sys.path]
-    program = (
-        "from precision.test_batch_norm import compare, compare_groups\n"
-        "compare('cpu'); compare_groups('cpu'); print('equal')"
-    )
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths)}
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True
-    )
-    assert done.stdout == "equal\n", done.stderr
+    run_interpreted(__file__, "compare('cpu')", "compare_groups('cpu')")
 
 
 @pytest.mark.gpu

@@ -1,14 +1,10 @@
 """The Triton kernels in Triton's interpreter, against plain PyTorch."""
 
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
-import pytest
 import torch
 
+from interpreter import run_interpreted
 from shoestring.techniques.sparsity import index as form
 
 SHAPES = [(3, 5), (16, 16, 3, 3), (8, 512), (9, 1025), (1, 1), (5, 3, 3, 3), (70, 32, 3, 3)]
@@ -40,12 +36,4 @@ def compare(device: str) -> None:
 
 
 def test_in_the_interpreter() -> None:
-    pytest.importorskip("triton", reason="triton is not installed")
-    tests = Path(__file__).parent
-    paths = [str(tests.parent), *sys.path]
-    program = "from sparsity.test_kernels import compare; compare('cpu'); print('equal')"
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths)}
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True
-    )
-    assert done.stdout == "equal\n", done.stderr
+    run_interpreted(__file__, "compare('cpu')")
