@@ -155,6 +155,7 @@ class GraphMaker:
                 gradients=tuple(gradients),
                 flow=flow,
                 cheap=cheap,
+                wide=False,
                 elementwise=elementwise,
                 record=record,
                 statistics_bytes=statistics,

@@ -1,9 +1,10 @@
 """What to do with each block of a model, as a value and as text.
 
 A sequence of items, one after the other. An item is a *leaf*, one block that keeps all that
-backward reads ("keep") or all but the outputs of normalisations and activations ("cheap"), or a
-*region*, a tuple of items of which only the input is kept and which runs again as a whole. In text
-a region stands in brackets, `*` repeats, and `recompute` is `[keep]`, a region of one block:
+backward reads ("keep"), all but outputs of normalisations and activations ("cheap"), all but
+those and products that are much larger than what they read ("lean"), or a *region*, a tuple of
+items of which only the input is kept and which runs again as a whole. In text a region stands in
+brackets, `*` repeats, and `recompute` is `[keep]`, a region of one block:
 
     keep*3, cheap, recompute*8, [keep*2, [cheap*2], keep]
 """
@@ -20,7 +21,8 @@ from ..errors import InputError
 Item = str | tuple[Any, ...]
 """The option of a leaf, or the items of a region."""
 
-LEAVES = ("keep", "cheap")
+LEAVES = ("keep", "cheap", "lean")
+"""From the one that keeps most."""
 _TOKEN = re.compile(r"\s*([a-z]+|\[|\]|,|\*\s*\d+|$)")
 _HINT = "such as 'keep*3, cheap*2, recompute*8, [keep*2, [cheap*2]]'"
 _MOST = 100_000

@@ -53,6 +53,8 @@ class Node:
     """Parameters first: their gradient is taken while the input is still there."""
     flow: Flow
     cheap: bool
+    wide: bool
+    """A product much larger than what it reads."""
     elementwise: bool
     record: int
     """Key of its compressed record, 0 for none."""
@@ -137,6 +139,7 @@ def forward_graph(trace: Trace) -> ForwardGraph:
                 gradients=gradients,
                 flow=rule.flow,
                 cheap=rule.cheap,
+                wide=is_wide(first),
                 elementwise=rule.elementwise,
                 record=record,
                 statistics_bytes=statistics,
@@ -148,6 +151,18 @@ def forward_graph(trace: Trace) -> ForwardGraph:
     _drop_dead_gradients(graph, trace.loss)
     graph.unknown = tuple(unknown)
     return graph
+
+
+WIDE = 2
+"""A product is wide if its output has so many times the elements of what it reads."""
+
+_READS = {"aten.convolution": 0, "aten.mm": 0, "aten.addmm": 1}
+
+
+def is_wide(op: Op) -> bool:
+    """Whether it is a product much larger than what it reads."""
+    position = _READS.get(op.name)
+    return position is not None and op.outputs[0].numel >= WIDE * op.inputs[position][1].numel
 
 
 def _overwritten(op: Op, argument: str) -> bool:

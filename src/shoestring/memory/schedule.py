@@ -15,7 +15,7 @@ from itertools import pairwise
 
 from ..errors import InputError
 from ..trace.blocks import block_of
-from .items import Item, leaves, read
+from .items import LEAVES, Item, leaves, read
 from .nodes import ForwardGraph, Gradient, Node
 
 
@@ -49,6 +49,12 @@ class Segment:
     recompute: bool = True
     drop_cheap: bool = False
     """Outputs of normalisations and activation functions are made again when read."""
+    drop_wide: bool = False
+    """So are products much larger than what they read."""
+
+    def drops(self, node: Node) -> bool:
+        """Whether the node's output is made again when read."""
+        return (self.drop_cheap and node.cheap) or (self.drop_wide and node.wide)
 
 
 STRATEGIES = "none, no-bn, every-M, residual-M, residual-M* (M a whole number from 1), per-block"
@@ -62,7 +68,7 @@ def segments(graph: ForwardGraph, strategy: str) -> Segment:
     if strategy == "no-bn":
         return Segment(0, count, recompute=False, drop_cheap=True)
     match = re.fullmatch(r"(every|residual)-([1-9]\d*)(\*?)", strategy)
-    if match is None and strategy.startswith(("keep", "cheap", "recompute", "[")):
+    if match is None and strategy.startswith((*LEAVES, "recompute", "[")):
         return Segment(0, count, _by_items(graph, read(strategy)))
     if match is None or (match[1] == "every" and match[3]):
         raise InputError(
@@ -130,8 +136,9 @@ def _by_items(graph: ForwardGraph, items: tuple[Item, ...]) -> list[Segment]:
         for item in items:
             start, at = boundaries[at], at + leaves(item)
             if isinstance(item, str):
-                cheap = item == "cheap"
-                found.append(Segment(start, boundaries[at], recompute=False, drop_cheap=cheap))
+                found.append(
+                    Segment(start, boundaries[at], [], False, item != "keep", item == "lean")
+                )
             else:
                 inner = made(item, at - leaves(item))
                 found.append(Segment(start, boundaries[at], inner))
@@ -172,7 +179,7 @@ class _Builder:
     def _hold_all(self, segment: Segment) -> None:
         for node in self.graph.nodes[: segment.stop]:
             if segment.start == 0 or node.index >= segment.start:
-                if not (segment.drop_cheap and node.cheap):
+                if not segment.drops(node):
                     self.available.update(self._writes(node))
         self.available.update(self._from_outside(segment))
 
@@ -197,13 +204,11 @@ class _Builder:
                 self._take(node, position, gradient)
 
     def _needed(self, segment: Segment) -> set[int]:
-        """Keys made in the segment that its backward reads, cheap ones it makes again left out."""
+        """Keys made in the segment that its backward reads, those it makes again left out."""
         nodes = self.graph.nodes[segment.start : segment.stop]
         read = {key for node in nodes for g in node.gradients for key in g.reads}
         needed = {key for key in read if self._inside(key, segment)}
-        if segment.drop_cheap:
-            needed -= {key for node in nodes if node.cheap for key in self._writes(node)}
-        return needed
+        return needed - {k for node in nodes if segment.drops(node) for k in self._writes(node)}
 
     def _take(self, node: Node, position: int, gradient: Gradient) -> None:
         self._materialize(gradient.reads)

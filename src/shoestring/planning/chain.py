@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..memory.items import Item, leaves
+from ..memory.items import LEAVES, Item, leaves
 from .stages import Chain, Cost, Schedule, evaluate, flops_only, plain
 
 
@@ -73,7 +73,7 @@ def _tidied(chain: Chain, schedule: Schedule, budget_bytes: int, cost: Cost) -> 
 
 
 def _untidiness(item: Item) -> tuple[int, str]:
-    return {"cheap": 1, "keep": 2}.get(str(item), 0), str(item)
+    return -LEAVES.index(item) if isinstance(item, str) else -len(LEAVES), str(item)
 
 
 _ADDITIONS = 1.5e8
@@ -148,7 +148,7 @@ class _Table:
             self.reach[i] = self.reach[i + 1] if stages[i].joins and i + 1 < self.end else i + 1
         self.pass_cost = [cost(stage.options["keep"].forward) for stage in stages]
         self.leaves: list[list[_Leaf]] = [[] for _ in stages]
-        for name in ("keep", "cheap"):
+        for name in LEAVES:
             options = [s.options.get(name, s.options["keep"]) for s in stages]
             kept = steps([option.kept_bytes for option in options])
             for i, option in enumerate(options):

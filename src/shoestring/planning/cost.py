@@ -1,18 +1,20 @@
-"""Work → seconds: three numbers a device, by rule or by a short measurement.
+"""Work → seconds: four numbers a device, by rule or by a short measurement.
 
-seconds = operations / rate + bytes moved / bandwidth + kernels started × seconds each. A sum and
-not the largest of the three: it adds up over the parts of a step, which the optimum needs, and the
-terms that do not decide are small.
+seconds = operations / rate (products and convolutions have one each) + bytes moved / bandwidth +
+kernels started × seconds each. A sum and not the largest of them: it adds up over the parts of a
+step, which the optimum needs, and the terms that do not decide are small.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
+import torch.nn.functional as F
 
 from .stages import Work
 
@@ -25,7 +27,9 @@ class Costs:
 
     device: str
     flops_per_second: Mapping[str, float]
-    """By precision."""
+    """Of products, by precision."""
+    convolved_per_second: Mapping[str, float]
+    """Operations of convolutions: by default PyTorch has them in TF32, but not products."""
     bytes_per_second: float
     seconds_per_launch: float
     source: str
@@ -40,23 +44,29 @@ class Costs:
     def seconds(self, work: Work, precision: str = "fp32") -> float:
         """How long the work takes when floats are of this precision."""
         return (
-            work.flops / self.flops_per_second[precision]
+            (work.flops - work.convolved) / self.flops_per_second[precision]
+            + work.convolved / self.convolved_per_second[precision]
             + work.bytes_moved / self.bytes_per_second
             + work.launches * self.seconds_per_launch
         )
 
 
+def _rates(wide: float, narrow: float) -> dict[str, float]:
+    return {name: wide if kind.itemsize == 4 else narrow for name, kind in _KINDS.items()}
+
+
 NOMINAL = {
     "cpu": Costs(
-        "cpu", {"fp32": 5e10, "fp16": 2.5e10, "bf16": 2.5e10}, 1e10, 1e-5, "nominal, two cores"
+        "cpu", _rates(5e10, 2.5e10), _rates(5e10, 2.5e10), 1e10, 1e-5, "nominal, two cores"
     ),
     "cuda": Costs(
-        "cuda", {"fp32": 4e13, "fp16": 4e14, "bf16": 4e14}, 3e12, 8e-6, "nominal, one H200, eager"
+        "cuda", _rates(4e13, 4e14), _rates(1e14, 2e14), 3e12, 8e-6, "nominal, one H200, eager"
     ),
 }
 """Of devices that are not there."""
 
-IDEAL = Costs("any", dict.fromkeys(_KINDS, 4e13), float("inf"), 8e-6, "nominal, operations only")
+_SAME = _rates(4e13, 4e13)
+IDEAL = Costs("any", _SAME, _SAME, float("inf"), 8e-6, "nominal, operations only")
 """For the fundamental accounting: no precision is faster, and what is counted is operations and
 kernels. One rate for all keeps a plan for less memory from looking faster for its precision."""
 
@@ -69,29 +79,33 @@ def costs_of(device: str) -> Costs:
 
 @lru_cache
 def _measured(device: str) -> Costs:
-    """A fraction of a second of matrix products, sums and small kernels."""
-    size = 4096 if device == "cuda" else 512
-    nominal = NOMINAL[device].flops_per_second
-    rates = {}
+    """A fraction of a second of products, convolutions, sums and small kernels."""
+    on_gpu, nominal = device == "cuda", NOMINAL[device]
+    size, images, channels = (4096, 64, 256) if on_gpu else (512, 2, 64)
+    products, convolutions = dict(nominal.flops_per_second), dict(nominal.convolved_per_second)
     for name, kind in _KINDS.items():
         factor = torch.ones(size, size, device=device, dtype=kind)
-        try:
+        pixels = torch.ones(images, channels, _SIDE, _SIDE, device=device, dtype=kind)
+        weight = torch.ones(channels, channels, 3, 3, device=device, dtype=kind)
+        with suppress(RuntimeError):  # no such kernels here
             seconds = _time(lambda a=factor: a @ a, device)  # type: ignore[misc]
-        except RuntimeError:  # no such product here
-            rates[name] = nominal[name]
-            continue
-        rates[name] = _EFFICIENCY[device] * 2 * size**3 / seconds
-    large = torch.ones(2**28 if device == "cuda" else 2**22, device=device)
+            products[name] = _EFFICIENCY[device] * 2 * size**3 / seconds
+            seconds = _time(lambda a=pixels, w=weight: F.conv2d(a, w, padding=1), device)  # type: ignore[misc]
+            convolutions[name] = _EFFICIENCY[device] * 18 * channels * pixels.numel() / seconds
+    large = torch.ones(2**28 if on_gpu else 2**22, device=device)
     small = torch.ones(16, device=device, requires_grad=True)
     return replace(
         NOMINAL[device],
-        flops_per_second=rates,
+        flops_per_second=products,
+        convolved_per_second=convolutions,
         bytes_per_second=2 * large.nbytes / _time(lambda: large.mul_(1), device),
         seconds_per_launch=_time(lambda: small + 1, device),
         source="measured here",
     )
 
 
+_SIDE = 28
+"""Of the images that are convolved."""
 _EFFICIENCY = {"cpu": 0.5, "cuda": 0.7}
 """What the products and convolutions of a network reach, of the best of one large product."""
 

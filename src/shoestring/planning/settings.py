@@ -148,4 +148,4 @@ def _adapted(stage: Stage, by: Scales) -> Stage:
 
 def scaled(work: Work, by: Scales) -> Work:
     """The same kernels, on fewer examples or narrower numbers."""
-    return Work(work.flops * by.flops, work.bytes_moved * by.bytes_moved, work.launches)
+    return work.times(by.flops, by.bytes_moved)

@@ -1,10 +1,10 @@
 """A training step as a chain of stages, and what a schedule for it needs and costs.
 
 The stages are the head (all before the first block), the blocks, and the tail (all after the last
-block, and the loss). A schedule says for each block whether it is kept, in whole or without its
-cheap part, or made again as part of a region (`memory.items`): when backward reaches a region, it
-runs again as the schedule inside of it says. Running again stops at the last tensor that backward
-reads, so the end of a region costs less (`Option.again`).
+block, and the loss). A schedule says for each block whether it is kept, in whole or without what is
+cheap to make again, or made again as part of a region (`memory.items`): when backward reaches a
+region, it runs again as the schedule inside of it says. Running again stops at the last tensor that
+backward reads, so the end of a region costs less (`Option.again`).
 """
 
 from __future__ import annotations
@@ -25,19 +25,27 @@ class Work:
     flops: float = 0
     bytes_moved: float = 0
     launches: float = 0
+    convolved: float = 0
+    """Of the operations, those of convolutions."""
 
     def __add__(self, other: Work) -> Work:
         return Work(
             self.flops + other.flops,
             self.bytes_moved + other.bytes_moved,
             self.launches + other.launches,
+            self.convolved + other.convolved,
         )
 
     def __sub__(self, other: Work) -> Work:
+        return self + other.times(-1, -1, -1)
+
+    def times(self, flops: float, bytes_moved: float, launches: float = 1) -> Work:
+        """So many times each."""
         return Work(
-            self.flops - other.flops,
-            self.bytes_moved - other.bytes_moved,
-            self.launches - other.launches,
+            self.flops * flops,
+            self.bytes_moved * bytes_moved,
+            self.launches * launches,
+            self.convolved * flops,
         )
 
 
@@ -78,7 +86,7 @@ class Stage:
 
     name: str
     options: Mapping[str, Option]
-    """"keep", and "cheap" where that keeps less."""
+    """"keep", and "cheap" and "lean" where they keep less."""
     held_bytes: int = 0
     """Held after it when it ends a region: its output, which the next stage starts from."""
     pass_bytes: int = 0

@@ -54,7 +54,7 @@ def profile_page(title: str, profile: Mapping[str, Any]) -> str:
         "heads": {},
         "series": "",
     }
-    data |= {"rows": [row], "profiles": [_profile(title, profile)], "curves": {}}
+    data |= {"rows": [row], "profiles": [_profile(profile)], "curves": {}}
     facts = (
         f"{profile['parameters']:,} parameters · {profile['accounting']} accounting · "
         f"peak {format_size(profile['peak_bytes'])}, {profile['peak']['phase']}"
@@ -108,7 +108,7 @@ def _data(results: Results) -> dict[str, Any]:
             name = row.profile.folder.name
             if name not in profiles:
                 profiles[name] = len(found)
-                found.append(_profile(_row_title(results, row), row.profile.end))
+                found.append(_profile(row.profile.end))
             place = profiles[name]
         rows.append(_row(results, row, place))
     series = next((f.series[0] for f in results.study.figures if f.series), None)
@@ -145,8 +145,8 @@ def _row(results: Results, row: Row, profile: int | None) -> dict[str, Any]:
     }
 
 
-def _profile(title: str, end: Mapping[str, Any]) -> dict[str, Any]:
-    return {"title": title, "peak_bytes": end["peak_bytes"], **end["timeline"]}
+def _profile(end: Mapping[str, Any]) -> dict[str, Any]:
+    return {"peak_bytes": end["peak_bytes"], **end["timeline"]}
 
 
 def _curve(found: Outcome) -> dict[str, Any] | None:
@@ -159,11 +159,6 @@ def _curve(found: Outcome) -> dict[str, Any] | None:
         if all(isinstance(event.get(metric), (int, float)) for event in events):
             made[metric] = [float(f"{event[metric]:.5g}") for event in events]
     return made
-
-
-def _row_title(results: Results, row: Row) -> str:
-    names = results.varied or ("model",)
-    return ", ".join(f"{SETTINGS.get(n, n)} {shown(n, row.settings.get(n))}" for n in names)
 
 
 def _section(name: str, *parts: str, title: str) -> str:
@@ -196,11 +191,17 @@ def _host(run: Outcome) -> str:
     return " · ".join([str(device), *versions])
 
 
+def _box(label: str, classes: str = "scroll", table: str = "") -> str:
+    """The start of a table that scrolls in a box of its own, by keys as well."""
+    start = f'<table class="{table}">' if table else "<table>"
+    return f'<div class="{classes}" tabindex="0" role="region" aria-label="{escape(label)}">{start}'
+
+
 def _html_table(table: Table) -> str:
     heads = [*table.heads, *(["runs"] if table.sources else [])]
     lines = [
         f"<h3>{escape(table.title)}</h3>",
-        '<div class="scroll" tabindex="0"><table>',
+        _box(table.title),
         _cells(heads, "th"),
     ]
     for number, row in enumerate(table.cells):
@@ -226,7 +227,7 @@ def _pareto(results: Results) -> str:
         "what is shown. Arrow keys walk through the points, Enter chooses one.</p>",
         '<div class="controls" id="filters"></div>',
         '<div id="pareto"></div>',
-        '<p id="pareto-series"></p>',
+        '<div class="legend" id="pareto-series"></div>',
         '<div class="panel" id="pareto-said" aria-live="polite"></div>',
         '<p class="faint" id="pareto-count"></p>',
         title="Memory and " + results.study.score_label,
@@ -253,7 +254,8 @@ def _timeline() -> str:
         '<svg id="pie" viewBox="0 0 200 200" style="max-width:16rem" role="img" '
         'aria-label="shares of the memory at the peak; the table has the numbers"></svg>'
         '<table><tbody id="pie-rows"></tbody></table></div>',
-        '<div><h3>What is live there</h3><div class="scroll tall" tabindex="0"><table class="wrap">'
+        "<div><h3>What is live there</h3>"
+        + _box("what is live at the peak", "scroll tall", "wrap")
         + _cells(["module", "kind", "size"], "th")
         + '<tbody id="live"></tbody></table></div></div></div>',
         title="Memory of one step",
@@ -269,7 +271,7 @@ def _curves(data: Mapping[str, Any]) -> str:
         "training",
         f'<div class="controls"><label>curve<select id="metric">{options}</select></label></div>',
         '<div id="curves"></div>',
-        '<p id="curve-names"></p>',
+        '<div class="legend" id="curve-names"></div>',
         title="Curves of its runs",
     )
 
@@ -279,7 +281,7 @@ def _agreement(results: Results) -> str:
     if not rows:
         return ""
     names = results.varied or ("model",)
-    lines = ['<div class="scroll tall" tabindex="0"><table>']
+    lines = [_box("predicted and measured", "scroll tall")]
     heads = [SETTINGS.get(n, n.rpartition(".")[2].replace("_", " ")) for n in names]
     lines.append(_cells([*heads, "predicted (bytes)", "measured (bytes)", "difference"], "th"))
     for row in rows:
@@ -301,7 +303,7 @@ def _agreement(results: Results) -> str:
 def _runs(results: Results) -> str:
     """Every run with what it was given and where its records lie."""
     heads = ["run", results.study.score, "peak (MB)", "seconds", "revision", "settings"]
-    lines = ['<div class="scroll tall" tabindex="0"><table class="runs">', _cells(heads, "th")]
+    lines = [_box("every run", "scroll tall", "runs"), _cells(heads, "th")]
     for name, run in results.outcomes.items():
         settings = ", ".join(f"{n} {v}" for n, v in run.job.settings.items() if n != "model")
         first = f'<td><a href="../runs/{escape(name)}/records.jsonl">{escape(name)}</a></td>'

@@ -1,21 +1,22 @@
 """Model + batch + plan → Chain: what each block needs and costs when kept, cheap or made again.
 
 The planned step runs on fake tensors, first with every block kept, then with one block of each kind
-without its cheap part and one as a region of its own. Hooks say when a block begins forward and
+cheap, one lean and one as a region of its own. Hooks say when a block begins forward and
 backward, and the `device` accounting says what is live between.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from ..errors import InputError
-from ..memory.items import Item
+from ..memory.items import LEAVES, Item
+from ..memory.nodes import is_wide
 from ..planning.plan import Plan
 from ..planning.stages import Chain, Option, Stage
 from ..techniques import Checkpointing
@@ -80,18 +81,25 @@ def measure_chain(
             "no repeated blocks were found in the model",
             hint="name them, blocks=('stage1', 'stage2')",
         )
-    rounds, cheap_at, again_at = _rounds(kept, _classes(model, ran))
-    # What the update takes is known by now.
-    others = [run(items, ran, "sgd-plain") for items in rounds]
+    lighter: tuple[str, ...] = LEAVES[1:] if any(map(is_wide, kept.trace.ops)) else ("cheap",)
+    classes = _classes(model, ran)
+    rounds, shown_by = _rounds(kept, classes, lighter)
+    try:  # what the update takes is known by now
+        others = [run(items, ran, "sgd-plain") for items in rounds]
+    except InputError:  # a block that changes in place what it has read
+        lighter = ()
+        rounds, shown_by = _rounds(kept, classes, lighter)
+        others = [run(items, ran, "sgd-plain") for items in rounds]
 
-    def found(at: tuple[int, int]) -> _Block:
-        return _Block(others[at[0]], at[1])
+    def found(stage: int, item: Item) -> _Block:
+        number, at = shown_by[stage, item]
+        return _Block(others[number], at)
 
     # A region holds all it was given, so what the head hands to every block may be there longer.
     held = max(0, *(other.kept[0] - kept.kept[0] for other in others))
     fixed_bytes = kept.fixed_bytes + held
     blocks_ = [
-        _stage(path, _Block(kept, i), found(cheap_at[i]), found(again_at[i]))
+        _stage(path, _Block(kept, i), {o: found(i, o) for o in lighter}, found(i, ("keep",)))
         for i, path in enumerate(ran, start=1)
     ]
     head, tail = (
@@ -102,33 +110,34 @@ def measure_chain(
     return Chain(head, tuple(blocks_), tail, fixed_bytes, kept.update_peak_bytes)
 
 
-At = dict[int, tuple[int, int]]
-"""Stage → the round and the stage in it that shows how it behaves."""
+ShownBy = dict[tuple[int, Item], tuple[int, int]]
+"""Stage and item → the round and the stage in it that shows how it behaves."""
 
 
-def _rounds(kept: StagedRun, classes: list[str]) -> tuple[list[tuple[Item, ...]], At, At]:
-    """What to do with the blocks in further runs, so that one of each kind is cheap and one again.
+def _rounds(
+    kept: StagedRun, classes: list[str], lighter: tuple[str, ...]
+) -> tuple[list[tuple[Item, ...]], ShownBy]:
+    """What to do with the blocks in further runs, so that each kind shows all its ways.
 
     Blocks are of a kind when they are of a class and do not differ when all are kept.
     """
     kinds: dict[Any, list[int]] = defaultdict(list)
     for i, name in enumerate(classes, start=1):
         kinds[name, _option(_Block(kept, i), None), kept.gradients[i]].append(i)
-    rounds: list[dict[int, Item]] = [{}, {}]
-    cheap_at, again_at = {}, {}
+    rounds: list[dict[int, Item]] = []
+    shown_by: ShownBy = {}
+    ways: tuple[Item, ...] = (*lighter, ("keep",))
     for members in kinds.values():
-        alone = len(members) == 1
-        one, other = members[0], members[-1]
-        rounds[0][one] = "cheap"
-        rounds[alone][other] = ("keep",)
-        for i in members:
-            cheap_at[i], again_at[i] = (0, one), (int(alone), other)
-    items = [
-        tuple(chosen.get(i, "keep") for i in range(1, len(classes) + 1))
-        for chosen in rounds
-        if chosen
-    ]
-    return items, cheap_at, again_at
+        for way, item in enumerate(ways):
+            number, place = divmod(way, len(members))
+            while len(rounds) <= number:
+                rounds.append({})
+            shown = members[-1] if item == ("keep",) and place else members[place]
+            rounds[number][shown] = item
+            for i in members:
+                shown_by[i, item] = number, shown
+    items = [tuple(r.get(i, "keep") for i in range(1, len(classes) + 1)) for r in rounds]
+    return items, shown_by
 
 
 def _classes(model: nn.Module, paths: tuple[str, ...]) -> list[str]:
@@ -143,14 +152,16 @@ class _Block:
     at: int
 
 
-def _stage(path: str, kept: _Block, cheap: _Block, again: _Block) -> Stage:
-    keep, less = _option(kept, again), _option(cheap, None)
+def _stage(path: str, kept: _Block, lighter: Mapping[str, _Block], again: _Block) -> Stage:
+    keep = _option(kept, again)
     options = {"keep": keep}
-    saved = keep.kept_bytes - less.kept_bytes
-    if saved > 0:
-        besides = max(keep.again_bytes - keep.backward_bytes, 0)
-        peak = max(again.run.rerun_peak(again.at) - saved, less.backward_bytes + besides)
-        options["cheap"] = replace(less, again_bytes=peak, again=keep.again)
+    besides = max(keep.again_bytes - keep.backward_bytes, 0)
+    for name, block in lighter.items():
+        less = _option(block, None)
+        saved = keep.kept_bytes - less.kept_bytes
+        if all(less.kept_bytes < other.kept_bytes for other in options.values()):
+            peak = max(again.run.rerun_peak(again.at) - saved, less.backward_bytes + besides)
+            options[name] = replace(less, again_bytes=peak, again=keep.again)
     run, i = kept.run, kept.at
     return Stage(
         name=path,

@@ -29,7 +29,7 @@ from ..trace.graph import Phase, Role, Trace
 from .capture import capture_step
 from .chain import measure_chain
 from .residents import Update, between, halved, largest, traced_update
-from .staged import resident_bytes
+from .staged import resident_bytes, work_of
 
 _NAMED = ("no-bn", "every-2", "every-4", "every-8", "every-16", "every-32")
 """Ways to checkpoint a model without repeated blocks."""
@@ -155,7 +155,7 @@ class DeviceEstimates:
         now = self._update(setting)
         width = 1.0 if setting.precision is None else 0.5
         again = (setting.parts - 1) * (2 * now.model_bytes + 3 * now.gradient_bytes)
-        passes = Work(work.flops, work.bytes_moved * width + again, work.launches * setting.parts)
+        passes = work.times(1, width, setting.parts) + Work(0, again, 0)
         precision = setting.precision or "fp32"
         return self._costs.seconds(passes, precision) + self._costs.seconds(now.work)
 
@@ -213,9 +213,7 @@ class DeviceEstimates:
     def _candidate(self, setting: Setting, schedule: Schedule) -> Candidate:
         assert self._chain is not None
         by, again = self._scales(setting), schedule.again
-        whole = self._passes + Work(
-            again.flops / by.flops, again.bytes_moved / by.flops, again.launches
-        )
+        whole = self._passes + again.times(1 / by.flops, 1 / by.flops)
         paths = tuple(stage.name for stage in self._chain.blocks)
         kept = all(item == "keep" for item in schedule.items)
         return Candidate(
@@ -285,7 +283,5 @@ def _passes(trace: Trace) -> Work:
     total = Work()
     for op in trace.ops:
         if op.phase is not Phase.OPTIMIZER and not op.is_view:
-            specs = [spec for _, spec in op.inputs] + list(op.outputs)
-            moved = sum(spec.numel * spec.dtype.itemsize for spec in specs)
-            total += Work(op.flops, moved, 1)
+            total += work_of(op)
     return total

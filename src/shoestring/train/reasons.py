@@ -53,7 +53,11 @@ def _again(schedule: tuple[str, ...]) -> str:
         return "made again in the backward pass"
     items = read(schedule)
     again = sum(leaves(item) for item in items if not isinstance(item, str))
-    cheap = sum(item == "cheap" for item in items)
     total = sum(map(leaves, items))
-    parts = [f"{again} run again"] * bool(again) + [f"{cheap} without cheap outputs"] * bool(cheap)
+    counts = {
+        "run again": again,
+        "without cheap outputs": items.count("cheap"),
+        "without cheap and wide ones": items.count("lean"),
+    }
+    parts = [f"{count} {how}" for how, count in counts.items() if count]
     return f"of {total} blocks {' and '.join(parts)}"

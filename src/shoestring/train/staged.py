@@ -155,7 +155,7 @@ class StagedRun:
         for index in ops:
             op = self.trace.ops[index]
             if op.phase is phase and not op.is_view:
-                total += Work(op.flops, _traffic(op), 1)
+                total += work_of(op)
         return total
 
     def joins(self, block: int) -> bool:
@@ -184,7 +184,10 @@ def _where(parts: list[range], index: int) -> int:
     return next((i for i, part in enumerate(parts) if index in part), len(parts) - 1)
 
 
-def _traffic(op: Op) -> int:
-    """Bytes read and written."""
+def work_of(op: Op) -> Work:
+    """What one operation takes; BatchNorm reads its input twice, once for the statistics."""
     specs = [spec for _, spec in op.inputs] + list(op.outputs)
-    return sum(spec.numel * spec.dtype.itemsize for spec in specs)
+    if "batch_norm" in op.name:
+        specs.append(specs[0])
+    moved = sum(spec.numel * spec.dtype.itemsize for spec in specs)
+    return Work(op.flops, moved, 1, op.flops if "convolution" in op.name else 0)

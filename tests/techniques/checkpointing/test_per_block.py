@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from shoestring.cli import app
 from shoestring.errors import InputError
-from shoestring.memory.items import Item, leaves, part, read, write
+from shoestring.memory.items import LEAVES, Item, leaves, part, read, write
 from shoestring.memory.model import memory_profile
 from shoestring.models import builtin
 from shoestring.planning.chain import front
@@ -37,7 +37,7 @@ FOUR = [
     ("cheap", "recompute", "keep", "[cheap]"),
     ("[keep, cheap, recompute]", "cheap"),
     ("[[keep*2], keep]", "keep"),
-    ("keep", "[cheap, [keep, cheap]]"),
+    ("keep", "[lean, [keep, cheap]]"),
     ("[[recompute, cheap], cheap, keep]",),
 ]
 CASES = [("residual", schedule) for schedule in FOUR]
@@ -204,7 +204,7 @@ def test_the_fundamental_accounting_of_a_mixed_schedule_lies_between() -> None:
 
 
 items = st.recursive(
-    st.sampled_from(["keep", "cheap"]),
+    st.sampled_from(LEAVES),
     lambda inner: st.lists(inner, min_size=1, max_size=4).map(tuple),
     max_leaves=12,
 )

@@ -29,7 +29,7 @@ function pareto() {
   if (series.length > 1) series.forEach((value, i) => {
     const item = element("span", {}, byId("pareto-series"));
     element("span", { class: "swatch", style: `background:${colours[i % colours.length]}` }, item);
-    item.append(`${data.heads[seriesName] ?? seriesName} ${value}  `);
+    item.append(`${data.heads[seriesName] ?? seriesName} ${value}`);
   });
   for (const name of data.varied) {
     const values = [...new Set(rows.map((row) => row.settings[name] ?? "–"))];
@@ -39,7 +39,7 @@ function pareto() {
     for (const value of ["all", ...values]) element("option", { value }, select, value);
     select.addEventListener("change", () => { picked[name] = select.value; filter(); });
   }
-  let points = [], front = null, frame = null;
+  let front = null, frame = null, settle = null;
   function draw() {
     const targets = rows.filter((row) => row.target && row.target.score !== undefined);
     const all = [...rows.map((r) => [r.memory, r.score]), ...targets.map((r) => [r.target.memory ?? r.memory, r.target.score])];
@@ -48,7 +48,7 @@ function pareto() {
       xLabel: "memory, counted (MB)", yLabel: data.score_label, label: "memory and score of every setting; arrow keys walk through them" });
     front = shape("path", { class: "front" }, frame.svg);
     const colour = (row) => colours[series.indexOf(row.settings[seriesName]) % colours.length];
-    points = [];
+    const points = [];
     for (const row of rows) {
       const x = frame.atX(row.memory / 1e6), y = frame.atY(row.score);
       if (row.target && row.target.score !== undefined) shape("circle", { class: "point target", r: 6,
@@ -57,7 +57,8 @@ function pareto() {
         "aria-label": `${rowName(row)}: ${row.texts.counted_bytes ?? ""} MB, ${row.texts.score}` }, frame.svg);
       points.push({ node, row });
     }
-    walkable(points, ({ row }) => sayRow(said, row), ({ row }) => choose(row.index));
+    settle = walkable(points, ({ row }) => sayRow(said, row), ({ row }) => choose(row.index));
+    mark();
     filter();
   }
   function filter() {
@@ -72,9 +73,10 @@ function pareto() {
       best = row.score;
     }
     front.setAttribute("d", path);
+    settle();
     byId("pareto-count").textContent = `${shown.length} of ${rows.length} settings`;
   }
-  if (rows.length) sayRow(said, rows[rows.length - 1]);
+  if (rows.length) sayRow(said, rows.find((row) => row.index === chosen) ?? rows[0]);
   draw();
   return draw;
 }
@@ -93,7 +95,7 @@ function timeline() {
     for (const id of ["timeline-box", "pie-box"]) byId(id).hidden = !profile;
     if (!profile) return;
     const count = profile.labels.length;
-    frame = plot(box, { x: [0, count], y: [0, profile.peak_bytes * 1.08 / 1e6], xLabel: "instant of the step", yLabel: "live memory (MB)",
+    frame = plot(box, { x: [0, count], y: [0, profile.peak_bytes * 1.08 / 1e6], whole: true, xLabel: "instant of the step", yLabel: "live memory (MB)",
       label: "live bytes by category at every instant of a training step" });
     const below = new Array(count).fill(0);
     for (const role of roles()) {
@@ -112,7 +114,7 @@ function timeline() {
     shape("text", { x: peakX + (late ? -6 : 6), y: frame.top + 11, "text-anchor": late ? "end" : "start", id: "peak-label" }, frame.svg,
       `peak ${size(profile.peak_bytes)}`);
     cursor = shape("line", { class: "cursor", y1: frame.top, y2: frame.height - frame.bottom }, frame.svg);
-    frame.svg.addEventListener("pointermove", (event) => {
+    for (const kind of ["pointermove", "pointerdown"]) frame.svg.addEventListener(kind, (event) => {
       const box = frame.svg.getBoundingClientRect();
       const x = (event.clientX - box.left) * frame.width / box.width;
       const i = Math.floor((x - frame.left) / (frame.width - frame.left - frame.right) * count);
@@ -120,7 +122,8 @@ function timeline() {
     });
     slider.max = count - 1;
     slider.value = profile.peak;
-    byId("timeline-title").textContent = profile.title;
+    const name = rowName(data.rows[chosen]);
+    byId("timeline-title").textContent = name === data.title ? "" : name;
     say(profile.peak);
     live();
     pie();
@@ -135,12 +138,11 @@ function timeline() {
     slider.setAttribute("aria-valuetext", text);
     said.replaceChildren();
     element("strong", {}, said, text);
-    element("br", {}, said);
+    const legend = element("div", { class: "legend" }, said);
     for (const role of roles()) {
-      if (!profile.bytes[role][i]) continue;
-      const part = element("span", {}, said);
+      const part = element("span", {}, legend);
       element("span", { class: "swatch", style: `background:var(--${role})` }, part);
-      part.append(`${words(role)} ${size(profile.bytes[role][i])}  `);
+      part.append(`${words(role)} ${size(profile.bytes[role][i])}`);
     }
   }
   function live() {
@@ -197,7 +199,7 @@ function curves() {
     legend.replaceChildren();
     if (!lines.length) { box.textContent = "No curve for this setting."; return; }
     const frame = plot(box, { x: [0, Math.max(...lines.flatMap(([, xs]) => xs)) * 1.02], y: range(lines.flatMap(([, , ys]) => ys)),
-      xLabel: "epoch", yLabel: words(metric.value), height: 280, label: "curves of the runs of the chosen setting" });
+      whole: true, xLabel: "epoch", yLabel: words(metric.value), height: 280, label: "curves of the runs of the chosen setting" });
     lines.forEach(([name, xs, ys], i) => {
       const colour = colours[i % colours.length];
       const d = xs.map((x, j) => `${j ? "L" : "M"}${frame.atX(x).toFixed(1)} ${frame.atY(ys[j]).toFixed(1)}`).join("");
@@ -206,7 +208,7 @@ function curves() {
       const item = element("span", {}, legend);
       element("span", { class: "swatch", style: `background:${colour}` }, item);
       element("a", { href: `#run-${name}` }, item, data.curves[name].label);
-      item.append(` ${ys[ys.length - 1]}  `);
+      item.append(` ${ys[ys.length - 1]}`);
     });
   }
   metric.addEventListener("change", draw);
@@ -236,20 +238,35 @@ function agreement() {
 
 const setting = byId("setting");
 if (setting) data.rows.forEach((row, i) => element("option", { value: i }, setting, rowName(row)));
-const drawn = [pareto(), timeline(), curves(), agreement()].filter(Boolean);
+const ofSetting = [timeline(), curves()].filter(Boolean);
+const drawn = [pareto(), agreement(), ...ofSetting].filter(Boolean);
+
+function mark() {
+  for (const node of document.querySelectorAll("#pareto .point")) node.classList.toggle("chosen", Number(node.dataset.row) === chosen);
+}
 
 function choose(index) {
   chosen = index;
   if (setting) setting.value = index;
-  for (const node of document.querySelectorAll("#pareto .point")) node.classList.toggle("chosen", Number(node.dataset.row) === index);
-  drawn.slice(byId("pareto") ? 1 : 0).forEach((draw) => draw());
+  mark();
+  ofSetting.forEach((draw) => draw());
 }
 if (setting) setting.addEventListener("change", () => choose(Number(setting.value)));
+
+/* Draw all again; the point that had the focus has it afterwards. */
+function redraw() {
+  const box = document.activeElement.closest("#pareto, #agreement");
+  const points = () => [...box.querySelectorAll(".point:not(.target)")];
+  const at = box ? points().indexOf(document.activeElement) : -1;
+  drawn.forEach((draw) => draw());
+  if (at >= 0) points()[at].focus({ preventScroll: true });
+}
+
 let wide = window.innerWidth, waiting = 0;
 window.addEventListener("resize", () => {
   if (window.innerWidth === wide) return;
   wide = window.innerWidth;
   cancelAnimationFrame(waiting);
-  waiting = requestAnimationFrame(() => drawn.forEach((draw) => draw()));
+  waiting = requestAnimationFrame(redraw);
 });
 document.documentElement.dataset.ready = "yes";

@@ -32,28 +32,30 @@ function size(bytes) {
 }
 
 const words = (role) => role.replaceAll("_", " ");
-const short = (number) => String(Number(number.toPrecision(4)));
+const round = (number) => String(Number(number.toPrecision(10)));
 
 /* Round numbers between two ends: 1, 2 and 5 times powers of ten. */
-function ticks(low, high, count, log) {
+function ticks(low, high, count, log, whole) {
   const found = [];
   if (log) {
     for (let power = Math.floor(Math.log10(low)); power <= Math.ceil(Math.log10(high)); power++)
       for (const factor of [1, 2, 5]) found.push(factor * 10 ** power);
-    return found.filter((t) => t >= low && t <= high);
+    const inside = found.filter((t) => t >= low && t <= high);
+    if (inside.length > 2) return inside;
+    found.length = 0;
   }
   const rough = (high - low || 1) / count;
   const power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 5, 10].map((f) => f * power).find((s) => s >= rough);
+  const step = [1, 2, 5, 10].map((f) => f * power).find((s) => s >= rough && (s >= 1 || !whole)) ?? 1;
   for (let i = Math.ceil(low / step); i * step <= high + 1e-12; i++) found.push(i * step);
   return found;
 }
 
 /* An empty plot with axes in `box`; returns the svg and how to place a value. */
-function plot(box, { x, y, xLabel, yLabel, logX = false, height = 320, text = short, label }) {
+function plot(box, { x, y, xLabel, yLabel, logX = false, whole = false, height = 320, label }) {
   box.replaceChildren();
   const width = Math.max(280, box.clientWidth || 640);
-  const left = 64, right = 14, top = 14, bottom = 44;
+  const left = 72, right = 14, top = 14, bottom = 44;
   const svg = shape("svg", { viewBox: `0 0 ${width} ${height}`, role: "group", "aria-label": label }, box);
   const place = (value, [low, high], from, to, log) => {
     const f = log ? Math.log10 : (v) => v;
@@ -63,18 +65,18 @@ function plot(box, { x, y, xLabel, yLabel, logX = false, height = 320, text = sh
   const atY = (value) => place(value, y, height - bottom, top, false);
   for (const tick of ticks(y[0], y[1], 5, false)) {
     shape("line", { class: "grid", x1: left, x2: width - right, y1: atY(tick), y2: atY(tick) }, svg);
-    shape("text", { x: left - 6, y: atY(tick) + 4, "text-anchor": "end" }, svg, text(tick));
+    shape("text", { x: left - 6, y: atY(tick) + 4, "text-anchor": "end" }, svg, round(tick));
   }
   let last = -Infinity;
-  for (const tick of ticks(x[0], x[1], Math.max(3, width / 110), logX)) {
+  for (const tick of ticks(x[0], x[1], Math.max(4, width / 110), logX, whole)) {
     shape("line", { class: "grid", x1: atX(tick), x2: atX(tick), y1: top, y2: height - bottom }, svg);
-    if (atX(tick) - last < 34 || atX(tick) > width - right - 4) continue;
+    if (atX(tick) - last < 8 * round(tick).length + 10 || atX(tick) > width - right - 4) continue;
     last = atX(tick);
-    shape("text", { x: last, y: height - bottom + 16, "text-anchor": "middle" }, svg, short(tick));
+    shape("text", { x: last, y: height - bottom + 16, "text-anchor": "middle" }, svg, round(tick));
   }
   shape("text", { x: (left + width - right) / 2, y: height - 8, "text-anchor": "middle" }, svg, xLabel);
-  shape("text", { x: 12, y: (top + height - bottom) / 2, "text-anchor": "middle",
-    transform: `rotate(-90 12 ${(top + height - bottom) / 2})` }, svg, yLabel);
+  shape("text", { x: 18, y: (top + height - bottom) / 2, "text-anchor": "middle",
+    transform: `rotate(-90 18 ${(top + height - bottom) / 2})` }, svg, yLabel);
   return { svg, atX, atY, width, height, left, right, top, bottom };
 }
 
@@ -86,25 +88,37 @@ function range(values, log = false, air = 0.06) {
   return [low - more, high + more];
 }
 
-/* Points one can point at, tap, or walk through with the arrow keys; `say` shows one. */
+/* Points one can point at, tap near, or walk through with the arrow keys; `say` shows one.
+   Tab reaches the one last shown; the returned function sees to that after some were hidden. */
 function walkable(points, say, choose) {
-  points.forEach(({ node }, index) => {
-    node.setAttribute("tabindex", index === 0 ? "0" : "-1");
+  const shown = () => points.filter(({ node }) => !node.classList.contains("off"));
+  const reach = (point) => points.forEach(({ node }) => node.setAttribute("tabindex", node === point.node ? "0" : "-1"));
+  for (const point of points) {
+    const { node } = point;
     node.setAttribute("role", "button");
-    for (const event of ["mouseenter", "focus"]) node.addEventListener(event, () => say(points[index]));
-    node.addEventListener("click", () => choose(points[index]));
+    node.addEventListener("mouseenter", () => say(point));
+    node.addEventListener("focus", () => { reach(point); say(point); });
     node.addEventListener("keydown", (event) => {
-      if (event.key === "Enter" || event.key === " ") { event.preventDefault(); choose(points[index]); return; }
+      if (event.key === "Enter" || event.key === " ") { event.preventDefault(); choose(point); return; }
       const step = { ArrowRight: 1, ArrowUp: 1, ArrowLeft: -1, ArrowDown: -1 }[event.key];
       if (!step) return;
       event.preventDefault();
-      for (let i = index + step; i >= 0 && i < points.length; i += step) {
-        if (points[i].node.classList.contains("off")) continue;
-        node.setAttribute("tabindex", "-1");
-        points[i].node.setAttribute("tabindex", "0");
-        points[i].node.focus();
-        return;
-      }
+      const all = shown();
+      all[all.indexOf(point) + step]?.node.focus();
     });
+  }
+  points[0]?.node.ownerSVGElement.addEventListener("click", (event) => {
+    const far = ({ node }) => {
+      const box = node.getBoundingClientRect();
+      return Math.hypot(event.clientX - box.x - box.width / 2, event.clientY - box.y - box.height / 2);
+    };
+    const near = shown().sort((a, b) => far(a) - far(b))[0];
+    if (near && far(near) < 24) { near.node.focus(); choose(near); }
   });
+  const settle = () => {
+    const all = shown();
+    if (all.length && !all.some(({ node }) => node.getAttribute("tabindex") === "0")) reach(all[0]);
+  };
+  settle();
+  return settle;
 }

@@ -51,7 +51,7 @@ class Checkpointing(WholeBatch):
     @classmethod
     def parse(cls, text: str) -> Checkpointing:
         """A strategy by its name, or what `per-block` does: "keep*3, recompute*8"."""
-        by_block = re.match(r"\s*(keep|cheap|recompute|\[)", text)
+        by_block = re.match(r"\s*(keep|cheap|lean|recompute|\[)", text)
         return cls("per-block", schedule=(text,)) if by_block else cls(text)
 
     @classmethod
@@ -107,7 +107,7 @@ class Checkpointing(WholeBatch):
                 )
             return
         if self.strategy.startswith("every"):
-            setup.run = every_node(setup.model, setup.run, self._size)
+            setup.run = every_node(setup.run, self._size)
             return
         paths = self._find(setup.model)
         setup.undo.append(wrap_blocks(setup.model, paths, self._items(setup.model, paths)))

@@ -19,26 +19,42 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
-from .regions import frozen_statistics
+from ...memory.nodes import WIDE
+from .regions import without_statistics
 
 CHEAP: frozenset[Any] = frozenset(
     {
         F.batch_norm, F.layer_norm, F.group_norm, F.instance_norm, F.relu, F.relu6, F.leaky_relu,
-        F.gelu, F.silu, F.elu, F.hardtanh, F.hardswish, F.mish, F.softplus, F.sigmoid, F.tanh,
-        torch.relu, torch.sigmoid, torch.tanh, torch.Tensor.relu, torch.Tensor.sigmoid,
-        torch.Tensor.tanh,
+        F.rms_norm, F.gelu, F.silu, F.elu, F.glu, F.hardtanh, F.hardswish, F.mish, F.softplus,
+        F.sigmoid, F.tanh, torch.relu, torch.sigmoid, torch.tanh, torch.Tensor.relu,
+        torch.Tensor.sigmoid, torch.Tensor.tanh,
     }
 )  # fmt: skip
 """Normalisations and activation functions: what `no-bn` makes again."""
 
-_SAVING: list[Any] = [
-    F.relu, F.sigmoid, F.tanh, torch.relu, torch.sigmoid, torch.tanh, torch.Tensor.relu,
-    torch.Tensor.sigmoid, torch.Tensor.tanh,
-]  # fmt: skip
-_SAVES_OUTPUT = frozenset(_SAVING)
+
+def _named(*names: str) -> frozenset[Any]:
+    """The functions of these names, as torch and as tensors have them."""
+    places = torch, torch.Tensor
+    return frozenset(getattr(at, name) for name in names for at in places if hasattr(at, name))
+
+
+_PRODUCTS = _named("mul", "multiply", "div", "divide", "__mul__", "__rmul__", "__truediv__")
+"""Their gradient reads both factors, so a product can be made again from what is there anyway."""
+
+_ELEMENTWISE = _PRODUCTS | _named(
+    "add", "sub", "neg", "pow", "square", "exp", "sqrt", "rsqrt", "reciprocal", "erf", "to",
+    "float", "half", "bfloat16", "__add__", "__radd__", "__sub__", "__rsub__", "__neg__", "__pow__",
+    "__rtruediv__",
+)  # fmt: skip
+"""What activations and normalisations are written with by hand."""
+
+_SAVES_OUTPUT = frozenset({F.relu, F.sigmoid, F.tanh}) | _named(
+    "relu", "sigmoid", "tanh", "exp", "sqrt", "rsqrt", "reciprocal"
+)
 """Those whose own gradient reads the output, so that autograd saves it while they run."""
 
 _MORE: set[Any] = {
@@ -48,6 +64,8 @@ _MORE: set[Any] = {
 }  # fmt: skip
 _NODES = CHEAP | _MORE
 """What `every-M` counts: functions whose gradient reads their input."""
+
+_WIDENING = frozenset(_MORE | {torch.addmm})
 
 _JOINTS: frozenset[Any] = frozenset(
     {torch.add, torch.Tensor.add, torch.Tensor.__add__, F.pad, F.avg_pool2d, F.adaptive_avg_pool2d}
@@ -75,34 +93,46 @@ class _View:
 class _Kept:
     """A tensor that is kept, by the hooks that were in force outside."""
 
-    __slots__ = ("_packed", "_unpack", "_value")
+    __slots__ = ("_packed", "_unpack", "_value", "_version")
 
     def __init__(self, tensor: torch.Tensor, outer: Any) -> None:
         self._value: torch.Tensor | None = tensor if outer is None else None
         self._packed = None if outer is None else outer[0](tensor)
         self._unpack = None if outer is None else outer[1]
+        self._version = tensor._version
 
     def value(self) -> torch.Tensor:
         if self._value is None:  # a region's tensor can be asked for only once
             assert self._unpack is not None
             self._value = self._unpack(self._packed).detach()
+        elif self._unpack is None and self._value._version != self._version:
+            raise RuntimeError(
+                f"a tensor of shape {tuple(self._value.shape)} was changed in place after a "
+                "function read it whose output is to be made again; change a copy, or keep the "
+                "block whole (checkpointing 'none', or 'keep' in a schedule)"
+            )
         return self._value
 
 
 class _Recipe:
     """How to make one output, and how many saved tensors still wait for it."""
 
-    __slots__ = ("args", "func", "kwargs", "made", "model", "part", "pinned", "readers")
+    __slots__ = ("args", "func", "kwargs", "made", "part", "pinned", "readers", "roots")
 
-    def __init__(
-        self, model: nn.Module, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        self.model, self.func, self.args, self.kwargs = model, func, args, kwargs
+    def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.func, self.args, self.kwargs = func, args, kwargs
+        self.roots: frozenset[int] = frozenset()
+        """Keys of the tensors that are kept for it."""
         self.made: torch.Tensor | None = None
         self.readers = 0
         self.part = 0
         self.pinned: _Kept | None = None
-        """The output itself, where a later part reads it and it is kept after all."""
+        """The output itself, where something outside keeps it anyway."""
+
+    def pin(self, tensor: torch.Tensor, outer: Any) -> None:
+        """Keep the output after all, and nothing it was made from."""
+        if self.pinned is None:
+            self.pinned, self.args = _Kept(tensor.detach(), outer), ()
 
     def make(self) -> torch.Tensor:
         """Run it, and what it starts from; held while more readers wait."""
@@ -118,30 +148,38 @@ class _Recipe:
             else a
             for a in self.args
         ]
-        with torch.no_grad(), frozen_statistics(self.model):
-            made: torch.Tensor = self.func(*given, **self.kwargs)
+        args, kwargs = tuple(given), self.kwargs
+        if self.func is F.batch_norm:
+            args, kwargs = without_statistics(args, kwargs)
+        with torch.no_grad():
+            made: torch.Tensor = self.func(*args, **kwargs)
         if self.readers:
             self.made = made
         return made
 
 
 class Recipes:
-    """A context in which the outputs of chosen functions are saved as recipes."""
+    """A context in which the outputs of chosen functions are saved as recipes.
 
-    def __init__(self, model: nn.Module, every: int | None = None) -> None:
-        self._model = model
-        self._every = every
+    These are normalisations, activations and what they are written with; `wide` adds products much
+    larger than what they read, `every` takes all functions but those at every so manieth.
+    """
+
+    def __init__(self, *, wide: bool = False, every: int | None = None) -> None:
+        self._wide, self._every = wide, every
         self._nodes = 0
-        self._noted: dict[int, tuple[_Recipe, Any]] = {}
+        self._noted: dict[int, tuple[_Recipe, int, Any]] = {}
+        """Storage → the recipe of what lies in it, of which version, and when it goes."""
         self._current: tuple[_Recipe, Callable[[torch.Tensor], bool]] | None = None
         self._outer: Any = None
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Recipes:
         self._outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
         self._watch = _Watch(self)
         self._hooks.__enter__()
         self._watch.__enter__()
+        return self
 
     def __exit__(
         self,
@@ -156,6 +194,13 @@ class Recipes:
         del self._watch, self._hooks
         self._outer = None
 
+    def hand_over(self, outputs: Any) -> None:
+        """What leaves the context is kept by its reader, so it need not be made again."""
+        for tensor in tree_leaves(outputs):
+            recipe = self._recipe(tensor) if isinstance(tensor, torch.Tensor) else None
+            if recipe is not None:
+                recipe.pin(tensor, self._outer)
+
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a function; note its output if it is one to make again."""
         if not self._chosen(func, args) or not torch.is_grad_enabled():
@@ -163,11 +208,12 @@ class Recipes:
         first: torch.Tensor = args[0]
         rest = dict(kwargs)
         in_place = bool(rest.pop("inplace", False))
-        if in_place and _key(first) not in self._noted:
+        if in_place and self._recipe(first) is None:
             return func(*args, **kwargs)  # what it overwrites could not be made again
         second = getattr(func, "cheap_to_run_again", tuple)(args)
-        recipe = _Recipe(self._model, func, tuple(self._argument(a) for a in second), rest)
+        recipe = _Recipe(func, tuple(self._argument(a) for a in second), rest)
         recipe.part = self._part
+        recipe.roots = self._roots(args)
         given = {_key(a) for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)}
 
         def is_output(tensor: torch.Tensor) -> bool:
@@ -181,7 +227,10 @@ class Recipes:
         finally:
             self._current = None
         if isinstance(out, torch.Tensor) and (in_place or _key(out) not in given):
-            self._note(out, recipe)
+            read = args[1] if func is torch.addmm else first
+            wide = func not in _WIDENING or out.numel() >= WIDE * read.numel()
+            if wide or self._every is not None:
+                self._note(out, recipe)
         return out
 
     def _chosen(self, func: Any, args: tuple[Any, ...]) -> bool:
@@ -191,7 +240,8 @@ class Recipes:
             return False
         cheap = func in CHEAP or hasattr(func, "cheap_to_run_again")
         if self._every is None:
-            return cheap
+            widens = self._wide and func in _WIDENING
+            return cheap or widens or (func in _ELEMENTWISE and self._costs_nothing(func, args))
         if cheap or func in _NODES:
             self._nodes += 1
         elif func not in _JOINTS:
@@ -201,23 +251,44 @@ class Recipes:
                 self._keep_from_before(argument)
         return True
 
+    def _costs_nothing(self, func: Any, args: tuple[Any, ...]) -> bool:
+        """Whether what the output is made of is kept anyway, or what one argument is made of."""
+        read = [a for a in args if isinstance(a, torch.Tensor)]
+        if func in _PRODUCTS and all(a.requires_grad for a in read):
+            return True
+        roots = self._roots(args)
+        return any(self._roots((a,)) == roots for a in read)
+
+    def _roots(self, args: tuple[Any, ...]) -> frozenset[int]:
+        """Keys of what is to be kept for an output."""
+        roots: set[int] = set()
+        for argument in args:
+            if isinstance(argument, torch.Tensor) and not argument.is_leaf:
+                recipe = self._recipe(argument)
+                roots |= {_key(argument)} if recipe is None else recipe.roots
+        return frozenset(roots)
+
     @property
     def _part(self) -> int:
         return 0 if self._every is None else max(self._nodes - 1, 0) // self._every
 
     def _keep_from_before(self, tensor: torch.Tensor) -> None:
         """What an earlier part made and this one reads is kept."""
-        noted = self._noted.get(_key(tensor))
-        if noted is not None and noted[0].part < self._part:
-            if noted[0].pinned is None:
-                noted[0].pinned = _Kept(tensor.detach(), self._outer)
+        recipe = self._recipe(tensor)
+        if recipe is not None and recipe.part < self._part:
+            recipe.pin(tensor, self._outer)
             del self._noted[_key(tensor)]
 
     def _argument(self, argument: Any) -> Any:
         if not isinstance(argument, torch.Tensor) or argument.is_leaf:
             return argument
-        noted = self._noted.get(_key(argument))
-        return _Kept(argument, self._outer) if noted is None else _View(noted[0], argument)
+        recipe = self._recipe(argument)
+        return _Kept(argument, self._outer) if recipe is None else _View(recipe, argument)
+
+    def _recipe(self, tensor: torch.Tensor) -> _Recipe | None:
+        """How the tensor was made, unless it was changed in place since."""
+        recipe, version, _ = self._noted.get(_key(tensor), (None, 0, None))
+        return recipe if tensor._version == version else None
 
     def _note(self, out: torch.Tensor, recipe: _Recipe) -> None:
         key, storage = _key(out), out.untyped_storage()
@@ -225,11 +296,10 @@ class Recipes:
         def gone(_: Any) -> None:
             self._noted.pop(key, None)
 
-        self._noted[key] = (recipe, weakref.ref(storage, gone))
+        self._noted[key] = (recipe, out._version, weakref.ref(storage, gone))
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        noted = self._noted.get(_key(tensor))
-        recipe = None if noted is None else noted[0]
+        recipe = self._recipe(tensor)
         if self._current is not None and self._current[1](tensor):
             recipe = self._current[0]
         if recipe is None:

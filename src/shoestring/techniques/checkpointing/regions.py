@@ -9,7 +9,7 @@ to make) runs once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -117,11 +117,20 @@ class frozen_statistics(TorchFunctionMode):
         if func is torch.Tensor.add_ and id(args[0]) in self._counters:
             return args[0]
         if func is F.batch_norm:
-            trains = kwargs.get("training", args[5] if len(args) > 5 else False)
-            stand_in = _stand_in if trains else _same
-            args = tuple(stand_in(a) if i in (1, 2) else a for i, a in enumerate(args))
-            kwargs = {k: stand_in(v) if k in _RUNNING else v for k, v in kwargs.items()}
+            args, kwargs = without_statistics(args, kwargs)
         return func(*args, **kwargs)
+
+
+def without_statistics(
+    args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of `F.batch_norm` with which it leaves the running statistics alone."""
+    if not kwargs.get("training", args[5] if len(args) > 5 else False):
+        return tuple(args), kwargs
+    return (
+        tuple(_stand_in(a) if i in (1, 2) else a for i, a in enumerate(args)),
+        {k: _stand_in(v) if k in _RUNNING else v for k, v in kwargs.items()},
+    )
 
 
 _RUNNING = ("running_mean", "running_var")
@@ -129,7 +138,3 @@ _RUNNING = ("running_mean", "running_var")
 
 def _stand_in(statistics: Any) -> Any:
     return torch.empty_like(statistics) if isinstance(statistics, torch.Tensor) else statistics
-
-
-def _same(statistics: Any) -> Any:
-    return statistics

@@ -25,17 +25,17 @@ def without_cheap_outputs(model: nn.Module, run: Run) -> tuple[Run, bool]:
     """The run with normalisations and activations deferred; whether there is any such module."""
 
     def deferred(batch: Any) -> torch.Tensor:
-        with Recipes(model):
+        with Recipes():
             return run(batch)
 
     return deferred, any(isinstance(m, _CHEAP_MODULES) for m in model.modules())
 
 
-def every_node(model: nn.Module, run: Run, size: int) -> Run:
+def every_node(run: Run, size: int) -> Run:
     """The run with the inputs of every `size`-th function kept, the others made again."""
 
     def in_parts(batch: Any) -> torch.Tensor:
-        with Recipes(model, every=size):
+        with Recipes(every=size):
             return run(batch)
 
     return in_parts
@@ -67,7 +67,7 @@ class _Region:
                     here[0] = ((value, *here[0][0]), here[0][1])
                 if isinstance(item, str):
                     (args, kwargs), forward = here[0], self._forwards[start + at]
-                    value = leaf(self._model, forward, item)(*args, **kwargs)
+                    value = leaf(forward, item)(*args, **kwargs)
                 else:
                     value = self._nested(item, start + at)(*here)
                 at = after
@@ -76,14 +76,16 @@ class _Region:
         return lambda *calls: region(inside, self._model, *calls)
 
 
-def leaf(model: nn.Module, forward: Callable[..., Any], option: str) -> Callable[..., Any]:
-    """The forward of a block that keeps what backward reads, or makes the cheap part again."""
+def leaf(forward: Callable[..., Any], option: str) -> Callable[..., Any]:
+    """The forward of a block that keeps what backward reads, or makes cheap parts of it again."""
     if option == "keep":
         return forward
 
     def deferred(*args: Any, **kwargs: Any) -> Any:
-        with Recipes(model):
-            return forward(*args, **kwargs)
+        with Recipes(wide=option == "lean") as recipes:
+            out = forward(*args, **kwargs)
+            recipes.hand_over(out)
+            return out
 
     return deferred
 
@@ -168,7 +170,7 @@ def wrap_blocks(
         if isinstance(item, str):
             if item != "keep":
                 plain = blocks[0].forward
-                _replace(blocks[0], plain, leaf(model, plain, item))
+                _replace(blocks[0], plain, leaf(plain, item))
                 wrapped += blocks
             continue
         held = _Region(model, blocks, item)

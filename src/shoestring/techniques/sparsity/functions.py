@@ -2,7 +2,8 @@
 
 Each function saves the other operand and the values, never the dense weight. It scatters in
 forward, scatters again in backward for the gradient of the input, and gathers the dense gradient
-of the weight before it returns. It relies on no saved-tensor hook, so it nests in recomputation.
+of the weight before it returns. What it saves is packed before it runs, as PyTorch's own functions
+do it, so recomputation that needs no more than that ends before the scatter.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
 
 from .tensor import SparseTensor
 
@@ -45,7 +47,32 @@ def _gathered(weight: SparseTensor, gradient: torch.Tensor, like: torch.Tensor) 
     return weight.gather(gradient).to(like.dtype)
 
 
-class Linear(torch.autograd.Function):
+class _PackedFirst(torch.autograd.Function):
+    """A function that gives what it saves to the saved-tensor hooks in force before it runs.
+
+    PyTorch packs what a Python function saves once its forward is over. A region that runs again
+    ends at the last tensor it packs, so it would make the dense weight and the product for nothing.
+    """
+
+    saved = 2
+    """How many of the first arguments forward saves, in their order, and nothing else."""
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        """Pack, then run with the packed objects in the place of the tensors."""
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        in_graph = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
+        if hooks is None or not in_graph or not torch.is_grad_enabled():
+            return super().apply(*args)
+        pack, unpack = hooks
+        with torch.no_grad():
+            packed = [pack(tensor.detach()) for tensor in args[: cls.saved]]
+        packed.reverse()
+        with saved_tensors_hooks(lambda _: packed.pop(), unpack):
+            return super().apply(*args)
+
+
+class Linear(_PackedFirst):
     """x Wᵀ + b; with `transposed` the sparse tensor is Wᵀ."""
 
     @staticmethod
@@ -86,7 +113,7 @@ class Linear(torch.autograd.Function):
         return grad_x, grad_values, grad_bias, None, None, None
 
 
-class Convolution(torch.autograd.Function):
+class Convolution(_PackedFirst):
     """A convolution of 1 to 3 dimensions, transposed or not, in groups or not."""
 
     @staticmethod
@@ -132,8 +159,10 @@ class Convolution(torch.autograd.Function):
         return grad_x, grad_values, grad_bias, None, None, None
 
 
-class Embedding(torch.autograd.Function):
+class Embedding(_PackedFirst):
     """Rows of the weight."""
+
+    saved = 1
 
     @staticmethod
     def forward(

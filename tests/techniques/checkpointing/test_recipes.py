@@ -1,0 +1,244 @@
+"""Which outputs of a block are made again, and that blocks written in any style stay exact."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from collections import Counter
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shoestring.memory.model import memory_profile
+from shoestring.techniques import Checkpointing
+from shoestring.trace.capture import capture
+from shoestring.train.apply import apply
+from shoestring.train.chain import measure_chain
+
+
+class Bottleneck(nn.Module):
+    """As torchvision writes it: in-place ReLUs, and an addition in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(32, 8, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU(inplace=True),
+            nn.Conv2d(8, 32, 1, bias=False), nn.BatchNorm2d(32),
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.body(x)
+        y += x
+        return F.relu(y, inplace=True)
+
+
+class Rectified(Bottleneck):
+    """The same, nothing in place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(x + self.body(x))
+
+
+class Written(nn.Module):
+    """A normalisation, an activation and a gate out of elementary functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(32))
+        self.up, self.gate = nn.Linear(32, 96), nn.Linear(32, 96)
+        self.down = nn.Linear(96, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        spread = wide.pow(2).mean(-1, keepdim=True)
+        y = self.weight * (wide * torch.rsqrt(spread + 1e-6)).to(x.dtype)
+        g = self.gate(y)
+        inner = math.sqrt(2 / math.pi) * (g + 0.044715 * torch.pow(g, 3.0))
+        return x + self.down(0.5 * g * (1.0 + torch.tanh(inner)) * self.up(y))
+
+
+def model_of(block: type[nn.Module], count: int = 3) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    size = (4, 16, 32) if block is Written else (4, 32, 6, 6)
+    blocks = nn.ModuleList(block() for _ in range(count))
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = blocks
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x * 1.0
+            for one in self.blocks:
+                x = one(x)
+            return x
+
+    return Model(), torch.randn(size)
+
+
+def loss(model: nn.Module, batch: Tensor) -> Tensor:
+    out: Tensor = model(batch).square().mean()
+    return out
+
+
+class Calls(TorchDispatchMode):
+    """Counts operations, those of the backward pass apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forward: Counter[str] = Counter()
+        self.backward: Counter[str] = Counter()
+        self.in_backward = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        (self.backward if self.in_backward else self.forward)[str(func.overloadpacket)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def run(schedule: str, model: nn.Module, batch: Tensor) -> tuple[list[Tensor], Calls]:
+    ours = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
+    step = apply([Checkpointing.parse(schedule)], ours, optimizer, loss=loss)
+    with Calls() as calls:
+        found = step._setup.run(batch)
+        calls.in_backward = True
+        found.backward()
+    return [p.grad for p in ours.parameters() if p.grad is not None], calls
+
+
+SCHEDULES = [
+    "no-bn",
+    "cheap*3",
+    "lean*3",
+    "[lean], [cheap]*2",
+    "[cheap*2, lean]",
+    "[[lean]*2], keep",
+]
+
+
+@pytest.mark.filterwarnings("ignore::shoestring.errors.NoEffectWarning")
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("block", [Bottleneck, Rectified, Written])
+def test_gradients_are_those_of_plain_training(block: type[nn.Module], schedule: str) -> None:
+    model, batch = model_of(block)
+    loss(model, batch).backward()
+    found, _ = run(schedule, model, batch)
+    for parameter, gradient in zip(model.parameters(), found, strict=True):
+        assert parameter.grad is not None
+        assert torch.equal(parameter.grad, gradient)
+
+
+@pytest.mark.parametrize("block", [Bottleneck, Rectified])
+def test_the_output_of_a_block_is_not_made_again(block: type[nn.Module]) -> None:
+    """The next block keeps it; of two ReLUs in a block one is made again."""
+    _, calls = run("cheap*3", *model_of(block))
+    again = calls.backward["aten.relu"] + calls.backward["aten.relu_"]
+    assert again == 3
+    assert calls.backward["aten.convolution"] == 0
+
+
+def test_lean_makes_wide_products_again_and_no_others() -> None:
+    _, calls = run("lean*3", *model_of(Bottleneck))
+    assert calls.backward["aten.convolution"] == 3  # 8 to 32 channels, not 32 to 8
+
+
+def test_each_leaf_keeps_less_and_runs_more() -> None:
+    for block in (Bottleneck, Written):
+        model, batch = model_of(block)
+        chain = measure_chain([], model, batch, loss=loss, optimizer="sgd")
+        for stage in chain.blocks:
+            kept = [stage.options[name].kept_bytes for name in ("keep", "cheap", "lean")]
+            moved = [stage.options[name].backward.bytes_moved for name in ("keep", "cheap", "lean")]
+            assert kept == sorted(kept, reverse=True) and len(set(kept)) == 3
+            assert moved == sorted(moved) and len(set(moved)) == 3
+
+
+def test_functions_written_out_are_as_cheap_as_named_ones() -> None:
+    """Kept are the sum of the block, the two wide products and a number a row."""
+    model, batch = model_of(Written)
+    chain = measure_chain([], model, batch, loss=loss, optimizer="sgd")
+    rows = batch.numel() // 32
+    option = chain.blocks[1].options["cheap"]
+    assert option.kept_bytes <= 4 * rows * (32 + 2 * 96 + 2) + 64
+    assert chain.blocks[1].options["keep"].kept_bytes > 2 * option.kept_bytes
+
+
+class Plain(nn.Module):
+    """As wide inside as outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return x + F.gelu(y) * y
+
+
+class Overwriting(Plain):
+    """Legal in plain training: tanh's gradient reads its output."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        z = torch.tanh(y)
+        y.mul_(2)
+        return z * z + y
+
+
+@pytest.mark.parametrize(
+    ("block", "options"), [(Plain, {"keep", "cheap"}), (Overwriting, {"keep"})]
+)
+def test_blocks_have_the_leaves_that_keep_less_and_work(
+    block: type[nn.Module], options: set[str]
+) -> None:
+    """No product is wide in the one, and the other changes in place what it has read."""
+    model = nn.Sequential(*(block() for _ in range(3)))
+    chain = measure_chain(
+        [], model, torch.randn(4, 8), loss=loss, optimizer="sgd", blocks=("0", "1", "2")
+    )
+    assert all(set(stage.options) == options for stage in chain.blocks)
+
+
+def test_a_tensor_that_changed_is_named_and_not_used() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Overwriting(), Overwriting())
+    step = apply(
+        [Checkpointing.parse("cheap*2")],
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        loss=loss,
+    )
+    with pytest.raises(RuntimeError, match=r"shape \(4, 8\) was changed in place.*keep the block"):
+        step(torch.randn(4, 8))
+
+
+class Inverted(nn.Module):
+    """Wide inside, with its activations first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 96, 1), nn.BatchNorm2d(96), nn.ReLU(),
+            nn.Conv2d(96, 32, 1),
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + cast(Tensor, self.body(x))
+
+
+def test_counted_lean_blocks_hold_less_than_cheap_ones() -> None:
+    model, batch = model_of(Inverted)
+    trace = capture(model, batch, loss=loss)
+
+    def counted(schedule: str) -> tuple[int, int]:
+        profile = memory_profile(dataclasses.replace(trace, checkpoint=schedule))
+        return profile.peak_bytes, profile.recompute_flops
+
+    keep, cheap, lean = (counted(f"{leaf}*3") for leaf in ("keep", "cheap", "lean"))
+    assert lean[0] < cheap[0] < keep[0]
+    assert lean[1] > cheap[1] > keep[1] == 0
