@@ -121,6 +121,80 @@ def test_keys_filters_and_the_slider(made, tmp_path):
     assert int(found["peak"]) == made.results.rows[1].profile.end["timeline"]["peak"]
 
 
+def test_tab_reaches_what_a_filter_leaves_and_enter_keeps_the_focus(made, tmp_path):
+    script = """
+    const reached = (box) => [...document.querySelectorAll(`#${box} .point[tabindex="0"]`)]
+      .filter((n) => getComputedStyle(n).display !== "none")
+      .map((n) => n.getAttribute("aria-label"));
+    found.first = reached("pareto");
+    const filter = document.querySelector("#filters select[data-setting=precision]");
+    filter.value = "fp32";
+    filter.dispatchEvent(new Event("change"));
+    found.left = reached("pareto");
+    const points = [...document.querySelectorAll("#agreement .point")];
+    points[0].focus();
+    key(points[0], "ArrowRight");
+    key(points[1], "Enter");
+    found.kept = document.activeElement === points[1] && points[1].isConnected;
+    found.agreed = reached("agreement").length;
+    redraw();
+    const again = [...document.querySelectorAll("#agreement .point")];
+    found.restored = again[1] !== points[1] && document.activeElement === again[1];
+    """
+    found = rendered(made.folder / "index.html", tmp_path, script)
+    assert len(found["first"]) == 1 and "bf16" in found["first"][0]
+    assert len(found["left"]) == 1 and "fp32" in found["left"][0]
+    assert found["kept"] and found["agreed"] == 1 and found["restored"]
+
+
+def test_what_is_shown_is_the_chosen_setting_though_rows_share_a_profile(made, tmp_path):
+    script = """
+    const shown = () => [document.getElementById("timeline-title").textContent,
+      [...document.querySelectorAll("#pareto .chosen:not(.target)")].map((n) => n.dataset.row)];
+    found.before = shown();
+    choose(2);
+    found.after = shown();
+    found.legend = [...document.querySelectorAll("#instant-said .legend .swatch")]
+      .map((n) => n.style.background);
+    found.drawn = [...document.querySelectorAll("#timeline path[data-role]")]
+      .map((n) => n.style.fill);
+    """
+    found = rendered(made.folder / "index.html", tmp_path, script)
+    assert "learning rate 0.05" in found["before"][0] and found["before"][1] == ["0"]
+    assert "learning rate 1e+30" in found["after"][0] and found["after"][1] == []
+    assert found["legend"] == found["drawn"], "every colour is explained, at every instant"
+
+
+def test_a_tap_near_a_point_chooses_it(made, tmp_path):
+    script = """
+    const tap = (x, y) => {
+      const point = document.querySelector("#pareto .point:not(.target)");
+      const box = point.getBoundingClientRect();
+      point.ownerSVGElement.dispatchEvent(new MouseEvent("click",
+        {clientX: box.x + box.width / 2 + x, clientY: box.y + box.height / 2 + y, bubbles: true}));
+      return document.getElementById("setting").value;
+    };
+    found.far = tap(60, 0);
+    found.near = tap(12, 10);
+    """
+    found = rendered(made.folder / "index.html", tmp_path, script, 500)
+    assert found["far"] == "0" and found["near"] == "1"
+
+
+def test_ticks_are_different_and_whole_where_asked(made, tmp_path):
+    script = """
+    found.fine = ticks(91.2301, 91.2309, 5, false).map(round);
+    found.whole = ticks(0, 2, 10, false, true);
+    found.narrow = ticks(2.1, 2.6, 5, true);
+    found.decades = ticks(0.9, 110, 5, true);
+    """
+    found = rendered(made.folder / "index.html", tmp_path, script)
+    assert len(set(found["fine"])) == len(found["fine"]) > 2
+    assert found["whole"] == [0, 1, 2]
+    assert len(found["narrow"]) > 2, "a log axis without a 1, 2 or 5 on it"
+    assert found["decades"] == [1, 2, 5, 10, 20, 50, 100]
+
+
 def test_the_page_of_a_profile(tmp_path):
     from shoestring.profiling import profile
     from shoestring.target import resolve

@@ -221,10 +221,12 @@ def _cells(texts: Iterable[str], tag: str = "td", links: Sequence[str] | None = 
 
 
 def _pareto(results: Results) -> str:
+    told = any("score" in results.targets_of(row) for row in results.rows)
     return _section(
         "front",
-        '<p class="faint">Filled: this study. Open: the report. Dashed: the Pareto front of '
-        "what is shown. Arrow keys walk through the points, Enter chooses one.</p>",
+        f'<p class="faint">{"Filled: this study. Open: the report. " if told else ""}'
+        "Dashed: the Pareto front of what is shown. Arrow keys walk through the points; "
+        "Enter, a click or a tap chooses one.</p>",
         '<div class="controls" id="filters"></div>',
         '<div id="pareto"></div>',
         '<div class="legend" id="pareto-series"></div>',
@@ -253,7 +255,7 @@ def _timeline() -> str:
         '<div class="two" id="pie-box"><div><h3>At the peak</h3>'
         '<svg id="pie" viewBox="0 0 200 200" style="max-width:16rem" role="img" '
         'aria-label="shares of the memory at the peak; the table has the numbers"></svg>'
-        '<table><tbody id="pie-rows"></tbody></table></div>',
+        '<table class="wrap"><tbody id="pie-rows"></tbody></table></div>',
         "<div><h3>What is live there</h3>"
         + _box("what is live at the peak", "scroll tall", "wrap")
         + _cells(["module", "kind", "size"], "th")

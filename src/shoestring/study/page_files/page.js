@@ -150,7 +150,8 @@ function timeline() {
     body.replaceChildren();
     for (const [module, role, bytes] of profile.live) {
       const row = element("tr", {}, body);
-      element("td", {}, row, module || "(the whole model)");
+      const name = element("td", {}, row);
+      (module || "(the model)").replaceAll(".", ".\n").split("\n").forEach((part, i) => name.append(...(i ? [document.createElement("wbr")] : []), part));
       const kind = element("td", {}, row);
       element("span", { class: "swatch", style: `background:var(--${role})` }, kind);
       kind.append(words(role));

@@ -63,16 +63,17 @@ function plot(box, { x, y, xLabel, yLabel, logX = false, whole = false, height =
   };
   const atX = (value) => place(value, x, left, width - right, logX);
   const atY = (value) => place(value, y, height - bottom, top, false);
-  for (const tick of ticks(y[0], y[1], 5, false)) {
+  for (const tick of ticks(y[0], y[1], 7, false)) {
     shape("line", { class: "grid", x1: left, x2: width - right, y1: atY(tick), y2: atY(tick) }, svg);
     shape("text", { x: left - 6, y: atY(tick) + 4, "text-anchor": "end" }, svg, round(tick));
   }
   let last = -Infinity;
   for (const tick of ticks(x[0], x[1], Math.max(4, width / 110), logX, whole)) {
     shape("line", { class: "grid", x1: atX(tick), x2: atX(tick), y1: top, y2: height - bottom }, svg);
-    if (atX(tick) - last < 8 * round(tick).length + 10 || atX(tick) > width - right - 4) continue;
-    last = atX(tick);
-    shape("text", { x: last, y: height - bottom + 16, "text-anchor": "middle" }, svg, round(tick));
+    const half = 3.5 * round(tick).length + 2;
+    if (atX(tick) - half < last || atX(tick) + half > width) continue;
+    last = atX(tick) + half + 6;
+    shape("text", { x: atX(tick), y: height - bottom + 16, "text-anchor": "middle" }, svg, round(tick));
   }
   shape("text", { x: (left + width - right) / 2, y: height - 8, "text-anchor": "middle" }, svg, xLabel);
   shape("text", { x: 18, y: (top + height - bottom) / 2, "text-anchor": "middle",
