@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -68,18 +69,17 @@ def ended(out: Path) -> int:
 
 
 def killed(file: Path, out: Path) -> None:
-    """SIGKILL to the study's process five times, each after some more runs; then to the end."""
+    """SIGKILL to the study's process after a sixth, a third, … of the runs; then to the end."""
     chance = random.Random(0)
-    for _ in range(KILLS):
-        process, before = start(file, out, "--workers", "2"), ended(out)
-        while process.poll() is None and ended(out) < before + RUNS // (KILLS + 1):
+    for number in range(1, KILLS + 1):
+        process, enough = start(file, out, "--workers", "2"), number * RUNS // (KILLS + 1)
+        while process.poll() is None and ended(out) < enough:
             time.sleep(0.2)
         time.sleep(chance.uniform(0, 1))
-        if process.poll() is not None:
-            sys.exit("the study ended before it could be killed")
         process.kill()
-        process.wait()
-        print(f"killed with {ended(out)} of {RUNS} runs done", flush=True)
+        if process.wait() != -signal.SIGKILL or (done := ended(out)) == RUNS:
+            sys.exit("the study ended before it could be killed")
+        print(f"killed with {done} of {RUNS} runs done", flush=True)
     if start(file, out, "--workers", "2").wait() != 0:
         sys.exit("the resumed study failed")
 
