@@ -162,6 +162,7 @@ def test_it_looks_like_a_weight() -> None:
         torch.float32, torch.device("cpu"), True, 35, 5,
     )  # fmt: skip
     assert torch.equal(weight.detach(), plain.weight.detach())  # type: ignore[arg-type,operator]
+    assert (weight.untyped_storage().nbytes(), weight.storage_offset(), weight._version) == (0,) * 3
     assert "SparseWeight" not in repr(model)
     assert weight.grad is None
     model(torch.ones(7)).sum().backward()
