@@ -4,8 +4,9 @@
     python benchmarks/plan_speed.py gpt2-medium --tiny --device cpu
 
 In one process, one after the other: the plain step, ours by `ss.plan` for a share of the measured
-plain peak, `torch.utils.checkpoint` on every layer, and `torch.compile` with its
-`activation_memory_budget` (the largest that needs no more memory than ours, of a few). FP32 as
+plain peak, `torch.utils.checkpoint` on every layer, ours for the peak which that had, and
+`torch.compile` with its `activation_memory_budget` (of a few, until one needs no more memory than
+ours). FP32 as
 PyTorch has it, no dropout: with dropout that budget is known to give wrong gradients. Times are
 the median of some steps after a few to warm up; peaks are the allocator's, or on the CPU those of
 all storages.
@@ -119,8 +120,9 @@ def main() -> None:
     print(f"{'':<34}{'peak':>11}{'of plain':>9}{'step':>11}{'of plain':>9}  plan", flush=True)
     run = Run(subject, arguments)
     run.plain()
-    run.ours()
+    run.ours(int(arguments.share * run.rows[0]["peak_bytes"]))
     run.every_layer()
+    run.ours(run.rows[-1]["peak_bytes"])
     if not arguments.no_compile:
         run.compiled()
     if arguments.json:
@@ -139,6 +141,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=10, help="timed steps")
     parser.add_argument("--tiny", action="store_true", help="a small model, to try the script")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
+    parser.add_argument("--compile-budgets", type=float, nargs="*", help="of activations, in turn")
     parser.add_argument("--json", metavar="FILE", help="write the rows there as well")
     return parser.parse_args()
 
@@ -164,10 +167,9 @@ class Run:
         model, batch, optimizer = self.fresh()
         self.note("plain", *self.take(model, batch, optimizer))
 
-    def ours(self) -> None:
-        """Planned for a share of the plain peak, and applied."""
+    def ours(self, budget: int) -> None:
+        """Planned for so many bytes, and applied."""
         model, batch, optimizer = self.fresh()
-        budget = int(self.arguments.share * self.rows[0]["peak_bytes"])
         start = time.perf_counter()
         planner = Planner(
             model, batch, loss=self.subject.loss, optimizer=optimizer, allow=self.arguments.allow
@@ -183,8 +185,9 @@ class Run:
         step(batch)
         peak = step.measure(batch).peak_bytes
         seconds = self.time(lambda: step(batch))
-        self.note("ss.plan, ss.apply", peak, seconds, short(plan))
+        self.note(f"ss.plan for {budget / 1e9:.2f} GB", peak, seconds, short(plan))
         self.rows[-1] |= {
+            "budget_bytes": budget,
             "plan": plan.to_dict(),
             "kind": plan.kind,
             "planning_seconds": planned,
@@ -210,7 +213,7 @@ class Run:
         import torch._functorch.config as functorch
 
         ours = next(row for row in self.rows if row["way"].startswith("ss.plan"))
-        for budget in COMPILE_BUDGETS:
+        for budget in self.arguments.compile_budgets or COMPILE_BUDGETS:
             torch._dynamo.reset()
             model, batch, optimizer = self.fresh()
             functorch.activation_memory_budget = budget

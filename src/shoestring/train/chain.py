@@ -7,6 +7,7 @@ backward, and the `device` accounting says what is live between.
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,6 +29,8 @@ from ..trace.graph import Phase, Trace
 from .capture import capture_step
 from .staged import StagedRun, Watch
 
+_HEAD = 0.02
+"""Of all that is kept, so much must be before the first block for its modules to be stages."""
 _JOINED = 0.75
 """Of the blocks, so many must be read by the next one only, or larger ones are tried."""
 
@@ -81,6 +84,15 @@ def measure_chain(
             "no repeated blocks were found in the model",
             hint="name them, blocks=('stage1', 'stage2')",
         )
+    first = _before(model, ran)
+    if first and kept.kept[0] - kept.watch.gradient_bytes.get(-1, 0) > _HEAD * sum(kept.kept):
+        # What comes before the blocks keeps much: modules there become stages, too.
+        longer = run(("keep",) * (len(first) + len(ran)), (*first, *ran), optimizer)
+        order = longer.watch.once()
+        first = tuple(p for p in order[: order.index(ran[0])] if p in first)
+        if first:
+            ran = (*first, *ran)
+            kept = run(("keep",) * len(ran), ran, optimizer)
     lighter: tuple[str, ...] = LEAVES[1:] if any(map(is_wide, kept.trace.ops)) else ("cheap",)
     classes = _classes(model, ran)
     rounds, shown_by = _rounds(kept, classes, lighter)
@@ -108,6 +120,16 @@ def measure_chain(
         for i in (0, len(ran) + 1)
     )  # fmt: skip
     return Chain(head, tuple(blocks_), tail, fixed_bytes, kept.update_peak_bytes)
+
+
+def _before(model: nn.Module, blocks: tuple[str, ...]) -> tuple[str, ...]:
+    """The outermost modules that neither hold a block nor are one, or part of one."""
+    around = {path[: at.start()] for path in blocks for at in re.finditer(r"\.|$", path)} | {""}
+    return tuple(
+        path
+        for path, _ in model.named_modules()
+        if path not in around and path.rpartition(".")[0] in around - set(blocks)
+    )
 
 
 ShownBy = dict[tuple[int, Item], tuple[int, int]]

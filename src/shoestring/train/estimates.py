@@ -157,7 +157,7 @@ class DeviceEstimates:
         again = (setting.parts - 1) * (2 * now.model_bytes + 3 * now.gradient_bytes)
         passes = work.times(1, width, setting.parts) + Work(0, again, 0)
         precision = setting.precision or "fp32"
-        return self._costs.seconds(passes, precision) + self._costs.seconds(now.work)
+        return self._costs.step_seconds(passes, precision) + self._costs.step_seconds(now.work)
 
     # -- estimates -----------------------------------------------------------------------------
 

@@ -154,9 +154,20 @@ class StagedRun:
         total = Work()
         for index in ops:
             op = self.trace.ops[index]
-            if op.phase is phase and not op.is_view:
+            if op.phase is phase and not op.is_view and not self._joins_relu(index):
                 total += work_of(op)
         return total
+
+    def _joins_relu(self, index: int) -> bool:
+        """Whether it is a BatchNorm that is made again with its ReLU, in one kernel."""
+        ops = self.trace.ops
+        return (
+            self.trace.device == "cuda"
+            and ops[index].phase is Phase.BACKWARD
+            and "batch_norm" in ops[index].name
+            and index + 1 < len(ops)
+            and ops[index + 1].name == "aten.relu"
+        )
 
     def joins(self, block: int) -> bool:
         """Only the next block reads this one's output, and nothing runs between the two."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from importlib.util import find_spec
 from types import TracebackType
 from typing import Any
 
@@ -23,54 +24,17 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from ...memory.nodes import WIDE
+from .functions import (
+    CHEAP,
+    ELEMENTWISE,
+    JOINTS,
+    NODES,
+    PRODUCTS,
+    RELUS,
+    SAVES_OUTPUT,
+    WIDENING,
+)  # fmt: skip
 from .regions import without_statistics
-
-CHEAP: frozenset[Any] = frozenset(
-    {
-        F.batch_norm, F.layer_norm, F.group_norm, F.instance_norm, F.relu, F.relu6, F.leaky_relu,
-        F.rms_norm, F.gelu, F.silu, F.elu, F.glu, F.hardtanh, F.hardswish, F.mish, F.softplus,
-        F.sigmoid, F.tanh, torch.relu, torch.sigmoid, torch.tanh, torch.Tensor.relu,
-        torch.Tensor.sigmoid, torch.Tensor.tanh,
-    }
-)  # fmt: skip
-"""Normalisations and activation functions: what `no-bn` makes again."""
-
-
-def _named(*names: str) -> frozenset[Any]:
-    """The functions of these names, as torch and as tensors have them."""
-    places = torch, torch.Tensor
-    return frozenset(getattr(at, name) for name in names for at in places if hasattr(at, name))
-
-
-_PRODUCTS = _named("mul", "multiply", "div", "divide", "__mul__", "__rmul__", "__truediv__")
-"""Their gradient reads both factors, so a product can be made again from what is there anyway."""
-
-_ELEMENTWISE = _PRODUCTS | _named(
-    "add", "sub", "neg", "pow", "square", "exp", "sqrt", "rsqrt", "reciprocal", "erf", "to",
-    "float", "half", "bfloat16", "__add__", "__radd__", "__sub__", "__rsub__", "__neg__", "__pow__",
-    "__rtruediv__",
-)  # fmt: skip
-"""What activations and normalisations are written with by hand."""
-
-_SAVES_OUTPUT = frozenset({F.relu, F.sigmoid, F.tanh}) | _named(
-    "relu", "sigmoid", "tanh", "exp", "sqrt", "rsqrt", "reciprocal"
-)
-"""Those whose own gradient reads the output, so that autograd saves it while they run."""
-
-_MORE: set[Any] = {
-    F.linear, F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, torch.conv1d,
-    torch.conv2d, torch.conv3d, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__,
-    torch.bmm,
-}  # fmt: skip
-_NODES = CHEAP | _MORE
-"""What `every-M` counts: functions whose gradient reads their input."""
-
-_WIDENING = frozenset(_MORE | {torch.addmm})
-
-_JOINTS: frozenset[Any] = frozenset(
-    {torch.add, torch.Tensor.add, torch.Tensor.__add__, F.pad, F.avg_pool2d, F.adaptive_avg_pool2d}
-)
-"""What `every-M` runs again on the way without counting it."""
 
 
 class _View:
@@ -117,7 +81,9 @@ class _Kept:
 class _Recipe:
     """How to make one output, and how many saved tensors still wait for it."""
 
-    __slots__ = ("args", "func", "kwargs", "made", "part", "pinned", "readers", "roots")
+    __slots__ = (
+        "args", "func", "kwargs", "made", "part", "pinned", "readers", "roots", "statistics",
+    )  # fmt: skip
 
     def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.func, self.args, self.kwargs = func, args, kwargs
@@ -128,6 +94,8 @@ class _Recipe:
         self.part = 0
         self.pinned: _Kept | None = None
         """The output itself, where something outside keeps it anyway."""
+        self.statistics: tuple[torch.Tensor, ...] = ()
+        """Of a BatchNorm: mean and reciprocal deviation, where they save a pass."""
 
     def pin(self, tensor: torch.Tensor, outer: Any) -> None:
         """Keep the output after all, and nothing it was made from."""
@@ -140,22 +108,40 @@ class _Recipe:
             return self.pinned.value()
         if self.made is not None:
             return self.made
-        given = [
-            a.value()
-            if isinstance(a, _Kept)
-            else a.of(a.recipe.make())
-            if isinstance(a, _View)
-            else a
-            for a in self.args
-        ]
-        args, kwargs = tuple(given), self.kwargs
-        if self.func is F.batch_norm:
-            args, kwargs = without_statistics(args, kwargs)
         with torch.no_grad():
-            made: torch.Tensor = self.func(*args, **kwargs)
+            made = self._at_once() if self.func in RELUS else None
+            if made is None:
+                args, kwargs = tuple(map(_resolved, self.args)), self.kwargs
+                if self.func is F.batch_norm:
+                    args, kwargs = without_statistics(args, kwargs)
+                made = self.func(*args, **kwargs)
+        assert isinstance(made, torch.Tensor)
         if self.readers:
             self.made = made
         return made
+
+    def _at_once(self) -> torch.Tensor | None:
+        """A ReLU with the BatchNorm before it, if nobody else waits for that."""
+        before = self.args[0]
+        if not isinstance(before, _View) or not before.recipe.statistics:
+            return None
+        norm = before.recipe
+        if norm.readers or norm.made is not None or norm.pinned is not None:
+            return None
+        from .kernels import fits, rectified
+
+        x = _resolved(norm.args[0])
+        if (x.size(), x.stride(), 0) != (before.size, before.stride, before.offset) or not fits(x):
+            return None
+        mean, rstd = norm.statistics
+        given = _named_arguments(norm.args, norm.kwargs)
+        return rectified(x, mean, rstd, given["weight"], given["bias"])
+
+
+def _resolved(argument: Any) -> Any:
+    if isinstance(argument, _Kept):
+        return argument.value()
+    return argument.of(argument.recipe.make()) if isinstance(argument, _View) else argument
 
 
 class Recipes:
@@ -171,6 +157,8 @@ class Recipes:
         self._noted: dict[int, tuple[_Recipe, int, Any]] = {}
         """Storage → the recipe of what lies in it, of which version, and when it goes."""
         self._current: tuple[_Recipe, Callable[[torch.Tensor], bool]] | None = None
+        self._saved: list[torch.Tensor] | None = None
+        """What a BatchNorm saves, while it runs."""
         self._outer: Any = None
 
     def __enter__(self) -> Recipes:
@@ -220,15 +208,21 @@ class Recipes:
             new = _key(tensor) == _key(first) if in_place else _key(tensor) not in given
             return new and tensor.shape == first.shape
 
-        if func in _SAVES_OUTPUT:
+        if func in SAVES_OUTPUT:
             self._current = (recipe, is_output)
+        if func is F.batch_norm and _can_fuse(_named_arguments(args, kwargs)):
+            self._saved = []
         try:
             out = func(*args, **kwargs)
         finally:
-            self._current = None
+            self._current, saved, self._saved = None, self._saved, None
+        if saved is not None:
+            size = first.shape[1:2]
+            found = [t for t in saved if t.shape == size and _key(t) not in given]
+            recipe.statistics = tuple(found) if len(found) == 2 else ()
         if isinstance(out, torch.Tensor) and (in_place or _key(out) not in given):
             read = args[1] if func is torch.addmm else first
-            wide = func not in _WIDENING or out.numel() >= WIDE * read.numel()
+            wide = func not in WIDENING or out.numel() >= WIDE * read.numel()
             if wide or self._every is not None:
                 self._note(out, recipe)
         return out
@@ -240,11 +234,11 @@ class Recipes:
             return False
         cheap = func in CHEAP or hasattr(func, "cheap_to_run_again")
         if self._every is None:
-            widens = self._wide and func in _WIDENING
-            return cheap or widens or (func in _ELEMENTWISE and self._costs_nothing(func, args))
-        if cheap or func in _NODES:
+            widens = self._wide and func in WIDENING
+            return cheap or widens or (func in ELEMENTWISE and self._costs_nothing(func, args))
+        if cheap or func in NODES:
             self._nodes += 1
-        elif func not in _JOINTS:
+        elif func not in JOINTS:
             return False
         for argument in args:
             if isinstance(argument, torch.Tensor):
@@ -254,7 +248,7 @@ class Recipes:
     def _costs_nothing(self, func: Any, args: tuple[Any, ...]) -> bool:
         """Whether what the output is made of is kept anyway, or what one argument is made of."""
         read = [a for a in args if isinstance(a, torch.Tensor)]
-        if func in _PRODUCTS and all(a.requires_grad for a in read):
+        if func in PRODUCTS and all(a.requires_grad for a in read):
             return True
         roots = self._roots(args)
         return any(self._roots((a,)) == roots for a in read)
@@ -299,6 +293,8 @@ class Recipes:
         self._noted[key] = (recipe, out._version, weakref.ref(storage, gone))
 
     def _pack(self, tensor: torch.Tensor) -> Any:
+        if self._saved is not None:
+            self._saved.append(tensor)
         recipe = self._recipe(tensor)
         if self._current is not None and self._current[1](tensor):
             recipe = self._current[0]
@@ -340,6 +336,20 @@ class _Watch(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         return self._recipes.call(func, args, kwargs or {})
+
+
+def _named_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Those of `F.batch_norm`."""
+    names = ("input", "running_mean", "running_var", "weight", "bias", "training")
+    return {**dict.fromkeys(names), **dict(zip(names, args, strict=False)), **kwargs}
+
+
+def _can_fuse(given: dict[str, Any]) -> bool:
+    """A BatchNorm that trains and has weight and bias, on CUDA, and Triton to run with a ReLU."""
+    if given["weight"] is None or given["bias"] is None or not given["training"]:
+        return False
+    x = given["input"]
+    return type(x) is torch.Tensor and x.is_cuda and find_spec("triton") is not None
 
 
 def _key(tensor: torch.Tensor) -> int:
