@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from shoestring.memory.calibrate import _measured, learn_convolutions
 from shoestring.memory.cudnn import (
     DROPOUT_STATE_BYTES,
     KINDS,
@@ -15,7 +16,13 @@ from shoestring.memory.cudnn import (
 )
 from shoestring.memory.device import device_timeline
 from shoestring.memory.reductions import reduction_bytes
-from shoestring.memory.workspaces import CUBLAS_BYTES, CUBLAS_LT_BYTES, persistent, temporaries
+from shoestring.memory.workspaces import (
+    CUBLAS_BYTES,
+    CUBLAS_LT_BYTES,
+    convolutions,
+    persistent,
+    temporaries,
+)
 from shoestring.trace.capture import capture
 from shoestring.trace.graph import Role
 
@@ -183,3 +190,44 @@ def test_layer_norm_copies_strided_inputs():
     trace = _trace(Permuted(16), torch.randn(4, 16, 8))
     (found,) = _temporaries(trace, "aten.native_layer_norm")
     assert found[0].nbytes == (4 * 16 * 8 * 4,)
+
+
+def test_convolutions_of_a_trace_are_listed_once_for_each_operator():
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1), nn.Flatten()
+    )
+    trace = _trace(model, torch.randn(2, 3, 6, 6))
+    found = list(convolutions(trace))
+    assert len(found) == len(set(found)) == 2 + 3, "the image has no gradient"
+    assert [kind for shape, kind, _ in found if shape.weight == (8, 3, 3, 3)] == [
+        "forward",
+        "weight",
+    ]
+    last = _trace(model.to(memory_format=torch.channels_last), torch.randn(2, 3, 6, 6))
+    assert len(list(convolutions(last))) < 5, "those are not cuDNN's to choose"
+
+
+def test_what_is_measured_here_goes_before_the_table():
+    table = ConvolutionTable({})
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten())
+    trace = _trace(model, torch.randn(2, 3, 6, 6))
+    before = int(device_timeline(trace, table).totals.max())
+    for shape, kind, dtype in convolutions(trace):
+        assert table.nbytes(shape, kind, dtype) == 0 and not table.has_learned(shape, kind, dtype)
+        table.learn(shape, kind, dtype, 50_000_000)
+        assert table.has_learned(shape, kind, dtype)
+        assert table.nbytes(shape, kind, torch.float16) == 0
+    assert int(device_timeline(trace, table).totals.max()) >= before + 50_000_000
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_measured_convolutions_on_cuda():
+    shape = ConvolutionShape((100, 32, 32, 32), (32, 32, 3, 3), (1, 1), (1, 1), (1, 1))
+    known = TABLE.nbytes(shape, "weight", torch.float32)
+    assert _measured(shape, "weight", torch.float32) == known or "H200" not in (
+        torch.cuda.get_device_name()
+    )
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten())
+    trace = _trace(model, torch.randn(2, 3, 6, 6))
+    assert learn_convolutions(trace) == 2 and learn_convolutions(trace) == 0

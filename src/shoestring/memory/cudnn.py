@@ -5,7 +5,8 @@ copy of the operands in another layout, so its size is explained by the bytes of
 output; whether there is one at all is not. `cudnn_convolution.csv` holds the measured workspaces of
 about a thousand convolutions, with the device and the versions they belong to in its header: a
 shape found there is exact for that device and those versions, and another is guessed from the
-nearest shapes. On another GPU or another cuDNN all of it is a guess.
+nearest shapes. On another GPU or another cuDNN all of it is a guess, unless `memory.calibrate` has
+measured it there.
 """
 
 from __future__ import annotations
@@ -98,6 +99,8 @@ class ConvolutionTable:
 
     def __init__(self, measured: dict[ConvolutionShape, dict[tuple[str, int], int]]) -> None:
         self._measured = measured
+        self._learned: dict[tuple[ConvolutionShape, str, torch.dtype], int] = {}
+        """Measured in this process, on the GPU that is there."""
 
     @classmethod
     def shipped(cls) -> ConvolutionTable:
@@ -113,6 +116,14 @@ class ConvolutionTable:
         """The table with these shapes held out, to see how well others stand in for them."""
         held = set(shapes)
         return ConvolutionTable({s: row for s, row in self._measured.items() if s not in held})
+
+    def learn(self, shape: ConvolutionShape, kind: str, dtype: torch.dtype, nbytes: int) -> None:
+        """What was measured here counts from now on."""
+        self._learned[shape, kind, dtype] = nbytes
+
+    def has_learned(self, shape: ConvolutionShape, kind: str, dtype: torch.dtype) -> bool:
+        """Whether it was measured here."""
+        return (shape, kind, dtype) in self._learned
 
     @cached_property
     def _families(self) -> dict[tuple[object, ...], list[ConvolutionShape]]:
@@ -131,6 +142,9 @@ class ConvolutionTable:
 
     def nbytes(self, shape: ConvolutionShape, kind: str, dtype: torch.dtype) -> int:
         """Workspace of one operator of a convolution."""
+        learned = self._learned.get((shape, kind, dtype))
+        if learned is not None:
+            return learned
         itemsize = 2 if dtype.itemsize == 2 else 4
         exact = self._measured.get(shape)
         if exact is not None:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 
+import torch
+
 from ..trace.graph import Op, Phase, TensorSpec, Trace
 from .cudnn import (
     DROPOUT_STATE_BYTES,
@@ -170,17 +172,36 @@ def _convolution_backward(view: _View, table: ConvolutionTable) -> Iterator[Temp
     weight, input = view.inputs["weight"], view.inputs["input"]
     shape = _shape_of_convolution(view, weight, input)
     mask = view.settings.get("output_mask", (True, True, True))
-    channels_last, results = _channels_last(view), 0
+    channels_last = _channels_last(view)
     wanted = (0, *range(2, len(input.shape)), 1) if channels_last else None
     copies = view.copied("grad_output", "input", "weight", wanted=wanted)
-    for kind, asked in zip(("input", "weight"), mask, strict=False):
-        if asked:
-            results += 1
-            nbytes = 0 if channels_last else table.nbytes(shape, kind, input.dtype)
-            yield Temporary((*copies, nbytes), f"cuDNN workspace, gradient of {kind}", results)
+    for results, kind in enumerate(_asked(view), start=1):
+        nbytes = 0 if channels_last else table.nbytes(shape, kind, input.dtype)
+        yield Temporary((*copies, nbytes), f"cuDNN workspace, gradient of {kind}", results)
     if mask[2]:
         dims = [d for d in range(len(view.inputs["grad_output"].shape)) if d != 1]
         yield Temporary(view.reduced("grad_output", dims), "sum over all but the channels")
+
+
+def convolutions(trace: Trace) -> Iterator[tuple[ConvolutionShape, str, torch.dtype]]:
+    """Those whose workspace is cuDNN's to choose: shape, kind and dtype, each once."""
+    found = dict.fromkeys(
+        (_shape_of_convolution(view, view.inputs["weight"], view.inputs["input"]), kind, dtype)
+        for op in trace.ops
+        if op.name in ("aten.convolution", "aten.convolution_backward")
+        for view in (_View(op),)
+        if not _channels_last(view)
+        for dtype in (view.inputs["input"].dtype,)
+        for kind in _asked(view)
+    )
+    yield from found
+
+
+def _asked(view: _View) -> tuple[str, ...]:
+    if view.op.name == "aten.convolution":
+        return ("forward",)
+    mask = view.settings.get("output_mask", (True, True, True))
+    return tuple(kind for kind, asked in zip(("input", "weight"), mask, strict=False) if asked)
 
 
 def _recurrent(view: _View, _: ConvolutionTable) -> Iterator[Temporary]:

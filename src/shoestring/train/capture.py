@@ -13,6 +13,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
+from ..memory.calibrate import learn_convolutions
 from ..planning.plan import Plan
 from ..techniques.microbatching.split import cut, examples_of
 from ..trace.capture import Loss, RecordedStep, freeze, named_failures
@@ -74,7 +75,10 @@ def capture_step(
                 watch(twin, recorder)
             with _only_new_garbage(), recorder:  # not following functions: techniques have hooks
                 recorded = _record(recorder, step, data, passes, update=optimizer is not None)
-    return freeze(recorder, twin, updates, recorded, device)
+    trace = freeze(recorder, twin, updates, recorded, device)
+    if device == "cuda" and torch.cuda.is_available():
+        learn_convolutions(trace)
+    return trace
 
 
 @contextmanager

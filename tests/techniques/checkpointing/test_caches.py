@@ -2,10 +2,17 @@
 
 import pytest
 import torch
-from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
+from transformers import (
+    DynamicCache,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from shoestring import Checkpointing, apply
 from shoestring.errors import InputError
+from shoestring.train.predict import predict_step
 
 CONFIG = {"n_layer": 2, "n_embd": 16, "n_head": 2, "vocab_size": 20, "n_positions": 16}
 
@@ -50,3 +57,31 @@ def test_a_cache_that_was_asked_for_is_refused() -> None:
     )
     with pytest.raises(InputError, match="cache of keys and values"):
         step(tokens)
+
+
+def test_a_trace_masks_what_training_masks() -> None:
+    """Llama looks for several sequences in a row, and fake tensors could not show there is one."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=20,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=3,
+            num_attention_heads=2,
+            max_position_embeddings=32,
+        )
+    )
+    tokens = torch.randint(0, 20, (8, 32))
+    chosen = [Checkpointing.parse("keep, cheap, keep")]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss(m: LlamaForCausalLM, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = m(input_ids=x, labels=x).loss
+        return found
+
+    predicted = predict_step(chosen, model, tokens, loss=loss, optimizer=optimizer)
+    step = apply(chosen, model, optimizer, loss=loss)
+    step(tokens)
+    step(tokens)
+    assert step.measure(tokens).peak_bytes == pytest.approx(predicted.peak_bytes, rel=0.002)

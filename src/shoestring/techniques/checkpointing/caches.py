@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ...errors import InputError
 from ..base import Run
@@ -21,7 +23,8 @@ def without_caches(model: nn.Module, run: Run) -> Run:
     configs = {id(c): c for m in model.modules() if _caching(c := getattr(m, "config", None))}
 
     def plain(batch: Any) -> torch.Tensor:
-        with _switched_off(list(configs.values())):
+        traced = isinstance(next(model.parameters(), None), FakeTensor)
+        with _switched_off(list(configs.values())), _one_sequence() if traced else nullcontext():
             return run(batch)
 
     return plain if configs else run
@@ -38,6 +41,25 @@ def refuse_caches(leaves: list[Any]) -> None:
 
 def _caching(config: Any) -> bool:
     return bool(getattr(config, "use_cache", False))
+
+
+@contextmanager
+def _one_sequence() -> Iterator[None]:
+    """For a trace: every row is one sequence.
+
+    Without a cache Hugging Face looks at the positions for several sequences in a row. Fake tensors
+    cannot show that there are none, and attention would get a mask that training does not have.
+    """
+    masks: Any = sys.modules.get("transformers.masking_utils")
+    look = getattr(masks, "find_packed_sequence_indices", None)
+    if look is None:
+        yield
+        return
+    masks.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masks.find_packed_sequence_indices = look
 
 
 @contextmanager

@@ -84,13 +84,18 @@ def _positions(index: torch.Tensor, shape: Sequence[int], nonzeros: int) -> torc
     rows, columns = _rows_columns(shape)
     dtype = _column_dtype(columns)
     split = 4 * (rows + 1)
-    counts = index[:split].view(torch.int32).diff()
+    counts = _aligned(index[:split]).view(torch.int32).diff()
     row = torch.arange(rows, device=index.device).mul_(columns)
     positions = torch.repeat_interleave(row, counts, output_size=nonzeros)
-    places = index[split:].view(dtype)
+    places = _aligned(index[split:]).view(dtype)
     if dtype is torch.int16:  # stored without a sign, which torch has no arithmetic for
         return positions.add_(places.to(torch.int32).bitwise_and_(0xFFFF))
     return positions.add_(places)
+
+
+def _aligned(part: torch.Tensor) -> torch.Tensor:
+    """The bytes where a wider type may begin: an index is itself a part of a tensor on CUDA."""
+    return part.clone() if part.storage_offset() % 4 else part
 
 
 def decode(index: torch.Tensor, shape: Sequence[int], nonzeros: int) -> torch.Tensor:
