@@ -141,3 +141,13 @@ def test_runs_without_a_study_are_reported_too(tiny, tmp_path):
     assert "lr" in results.varied
     with pytest.raises(InputError, match="there are no runs"):
         report(tmp_path)
+
+
+def test_the_tables_of_results_come_from_their_records(tmp_path: Path) -> None:
+    """What is shown as found is what the records say, by today's code."""
+    results = Path(__file__).parents[2] / "results"
+    for spec in results.glob("*/study.toml"):
+        report(spec.parent, tmp_path / spec.parent.name)
+        for name in ("tables.md", "tables.tex", "index.html"):
+            made = (tmp_path / spec.parent.name / name).read_bytes()
+            assert made == (spec.parent / "report" / name).read_bytes(), spec.parent / name
