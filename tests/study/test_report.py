@@ -7,6 +7,7 @@ import re
 import statistics
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from studies import FAILED, JOBS, records
@@ -143,7 +144,7 @@ def test_runs_without_a_study_are_reported_too(tiny, tmp_path):
         report(tmp_path)
 
 
-def test_the_tables_of_results_come_from_their_records(tmp_path: Path) -> None:
+def test_the_tables_of_results_come_from_their_records(tmp_path):
     """What is shown as found is what the records say, by today's code."""
     results = Path(__file__).parents[2] / "results"
     for spec in results.glob("*/study.toml"):
