@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from interpreter import run_interpreted
 from shoestring.memory.model import memory_profile
 from shoestring.techniques import Checkpointing
 from shoestring.trace.capture import capture
@@ -243,58 +242,3 @@ def test_counted_lean_blocks_hold_less_than_cheap_ones() -> None:
     keep, cheap, lean = (counted(f"{leaf}*3") for leaf in ("keep", "cheap", "lean"))
     assert lean[0] < cheap[0] < keep[0]
     assert lean[1] > cheap[1] > keep[1] == 0
-
-
-# -- BatchNorm and ReLU at once --------------------------------------------------------------------
-
-
-def compare(device: str) -> None:
-    """The kernel against PyTorch's functions."""
-    from shoestring.techniques.checkpointing.kernels import fits, rectified
-
-    for shape in [(6, 5), (3, 7, 4, 5), (2, 8, 16, 16), (2, 3, 4, 5, 6)]:
-        for kind in (torch.float32, torch.bfloat16):
-            x = torch.randn(shape, device=device).to(kind)
-            form = torch.channels_last if len(shape) == 4 and kind is torch.bfloat16 else None
-            if form is not None:
-                x = x.contiguous(memory_format=form)
-            mean, rstd, weight, bias = (torch.rand(shape[1], device=device) for _ in range(4))
-            assert fits(x)
-            found = rectified(x, mean, rstd, weight, bias)
-            at = (slice(None), *[None] * (len(shape) - 2))
-            expected = (x.float() - mean[at]) * rstd[at] * weight[at] + bias[at]
-            torch.testing.assert_close(found, F.relu(expected).to(kind), atol=1e-2, rtol=1e-2)
-            assert found.stride() == x.stride()
-
-
-def compare_steps(device: str) -> None:
-    """A block whose ReLUs are made again with their BatchNorm, and who has to be asked twice."""
-    from shoestring.techniques.checkpointing import kernels, recipes
-
-    ran = []
-    plain_kernel = kernels.rectified
-    kernels.rectified = lambda *args: ran.append(1) or plain_kernel(*args)  # type: ignore
-    can_fuse = recipes._can_fuse
-    recipes._can_fuse = lambda given: device == "cpu" or can_fuse(given)
-    for block in (Bottleneck, Rectified):
-        model, batch = model_of(block)
-        model, batch = model.to(device), batch.to(device)
-        loss(model, batch).backward()
-        before = len(ran)
-        for schedule in ("cheap*3", "[lean]*3"):
-            found, _ = run(schedule, model, batch)
-            for parameter, gradient in zip(model.parameters(), found, strict=True):
-                torch.testing.assert_close(parameter.grad, gradient, atol=1e-5, rtol=1e-4)
-        assert len(ran) == before + 6
-
-
-def test_interpreted() -> None:
-    run_interpreted(__file__, "compare('cpu')", "compare_steps('cpu')")
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_cuda() -> None:
-    pytest.importorskip("triton")
-    compare("cuda")
-    compare_steps("cuda")

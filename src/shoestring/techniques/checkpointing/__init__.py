@@ -16,6 +16,7 @@ from ...memory.schedule import STRATEGIES
 from ...trace.blocks import block_paths
 from ...trace.graph import Trace
 from ..base import Setup, WholeBatch
+from ..batch_norm import lean_batch_norm
 from .caches import without_caches
 from .wrap import every_node, grouped_blocks, without_cheap_outputs, wrap_blocks
 
@@ -97,6 +98,7 @@ class Checkpointing(WholeBatch):
         """Wrap the blocks, or the whole run, in regions."""
         if self.strategy == "none":
             return
+        lean_batch_norm(setup)
         if self.strategy == "no-bn":
             setup.run, touched = without_cheap_outputs(setup.model, setup.run)
             if not touched:

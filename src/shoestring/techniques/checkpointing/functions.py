@@ -39,8 +39,6 @@ SAVES_OUTPUT = frozenset({F.relu, F.sigmoid, F.tanh}) | _named(
 )
 """Those whose own gradient reads the output, so that autograd saves it while they run."""
 
-RELUS = frozenset({F.relu}) | _named("relu")
-
 _MORE: set[Any] = {
     F.linear, F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, torch.conv1d,
     torch.conv2d, torch.conv3d, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__,

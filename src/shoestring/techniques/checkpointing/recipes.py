@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from importlib.util import find_spec
 from types import TracebackType
 from typing import Any
 
@@ -24,16 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from ...memory.nodes import WIDE
-from .functions import (
-    CHEAP,
-    ELEMENTWISE,
-    JOINTS,
-    NODES,
-    PRODUCTS,
-    RELUS,
-    SAVES_OUTPUT,
-    WIDENING,
-)  # fmt: skip
+from .functions import CHEAP, ELEMENTWISE, JOINTS, NODES, PRODUCTS, SAVES_OUTPUT, WIDENING
 from .regions import without_statistics
 
 
@@ -81,9 +71,7 @@ class _Kept:
 class _Recipe:
     """How to make one output, and how many saved tensors still wait for it."""
 
-    __slots__ = (
-        "args", "func", "kwargs", "made", "part", "pinned", "readers", "roots", "statistics",
-    )  # fmt: skip
+    __slots__ = ("args", "func", "kwargs", "made", "part", "pinned", "readers", "roots")
 
     def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.func, self.args, self.kwargs = func, args, kwargs
@@ -94,8 +82,6 @@ class _Recipe:
         self.part = 0
         self.pinned: _Kept | None = None
         """The output itself, where something outside keeps it anyway."""
-        self.statistics: tuple[torch.Tensor, ...] = ()
-        """Of a BatchNorm: mean and reciprocal deviation, where they save a pass."""
 
     def pin(self, tensor: torch.Tensor, outer: Any) -> None:
         """Keep the output after all, and nothing it was made from."""
@@ -109,33 +95,14 @@ class _Recipe:
         if self.made is not None:
             return self.made
         with torch.no_grad():
-            made = self._at_once() if self.func in RELUS else None
-            if made is None:
-                args, kwargs = tuple(map(_resolved, self.args)), self.kwargs
-                if self.func is F.batch_norm:
-                    args, kwargs = without_statistics(args, kwargs)
-                made = self.func(*args, **kwargs)
+            args, kwargs = tuple(map(_resolved, self.args)), self.kwargs
+            if self.func is F.batch_norm:
+                args, kwargs = without_statistics(args, kwargs)
+            made = self.func(*args, **kwargs)
         assert isinstance(made, torch.Tensor)
         if self.readers:
             self.made = made
         return made
-
-    def _at_once(self) -> torch.Tensor | None:
-        """A ReLU with the BatchNorm before it, if nobody else waits for that."""
-        before = self.args[0]
-        if not isinstance(before, _View) or not before.recipe.statistics:
-            return None
-        norm = before.recipe
-        if norm.readers or norm.made is not None or norm.pinned is not None:
-            return None
-        from .kernels import fits, rectified
-
-        x = _resolved(norm.args[0])
-        if (x.size(), x.stride(), 0) != (before.size, before.stride, before.offset) or not fits(x):
-            return None
-        mean, rstd = norm.statistics
-        given = _named_arguments(norm.args, norm.kwargs)
-        return rectified(x, mean, rstd, given["weight"], given["bias"])
 
 
 def _resolved(argument: Any) -> Any:
@@ -157,8 +124,6 @@ class Recipes:
         self._noted: dict[int, tuple[_Recipe, int, Any]] = {}
         """Storage → the recipe of what lies in it, of which version, and when it goes."""
         self._current: tuple[_Recipe, Callable[[torch.Tensor], bool]] | None = None
-        self._saved: list[torch.Tensor] | None = None
-        """What a BatchNorm saves, while it runs."""
         self._outer: Any = None
 
     def __enter__(self) -> Recipes:
@@ -210,16 +175,10 @@ class Recipes:
 
         if func in SAVES_OUTPUT:
             self._current = (recipe, is_output)
-        if func is F.batch_norm and _can_fuse(_named_arguments(args, kwargs)):
-            self._saved = []
         try:
             out = func(*args, **kwargs)
         finally:
-            self._current, saved, self._saved = None, self._saved, None
-        if saved is not None:
-            size = first.shape[1:2]
-            found = [t for t in saved if t.shape == size and _key(t) not in given]
-            recipe.statistics = tuple(found) if len(found) == 2 else ()
+            self._current = None
         if isinstance(out, torch.Tensor) and (in_place or _key(out) not in given):
             read = args[1] if func is torch.addmm else first
             wide = func not in WIDENING or out.numel() >= WIDE * read.numel()
@@ -293,8 +252,6 @@ class Recipes:
         self._noted[key] = (recipe, out._version, weakref.ref(storage, gone))
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        if self._saved is not None:
-            self._saved.append(tensor)
         recipe = self._recipe(tensor)
         if self._current is not None and self._current[1](tensor):
             recipe = self._current[0]
@@ -336,20 +293,6 @@ class _Watch(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         return self._recipes.call(func, args, kwargs or {})
-
-
-def _named_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Those of `F.batch_norm`."""
-    names = ("input", "running_mean", "running_var", "weight", "bias", "training")
-    return {**dict.fromkeys(names), **dict(zip(names, args, strict=False)), **kwargs}
-
-
-def _can_fuse(given: dict[str, Any]) -> bool:
-    """A BatchNorm that trains and has weight and bias, on CUDA, and Triton to run with a ReLU."""
-    if given["weight"] is None or given["bias"] is None or not given["training"]:
-        return False
-    x = given["input"]
-    return type(x) is torch.Tensor and x.is_cuda and find_spec("triton") is not None
 
 
 def _key(tensor: torch.Tensor) -> int:

@@ -162,6 +162,7 @@ def wrap_blocks(
     it as its first argument; anything else that reads it runs what is there of the region.
     """
     modules = dict(model.named_modules())
+    own = {module: module.__dict__.get("forward") for module in modules.values()}
     wrapped: list[nn.Module] = []
     at = 0
     for item in items:
@@ -181,6 +182,8 @@ def wrap_blocks(
     def undo() -> None:
         for block in wrapped:
             del block.forward  # the class's own forward shows again
+            if own[block] is not None:
+                block.forward = own[block]
 
     return undo
 

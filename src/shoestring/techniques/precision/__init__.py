@@ -11,8 +11,8 @@ import torch
 from ...errors import InputError, NoEffectWarning
 from ...trace.graph import Trace
 from ..base import Setup, WholeBatch
+from ..batch_norm import lean_batch_norm
 from ..batches import map_tensors
-from .batch_norm import lean_batch_norm
 from .check import check_model, check_optimizer, named_failures
 from .convert import lower_model
 from .rounding import Noise

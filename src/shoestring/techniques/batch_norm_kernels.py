@@ -1,10 +1,14 @@
-"""BatchNorm, and the ReLU behind it, on rows of 16-bit channels: Triton kernels for CUDA.
+"""BatchNorm, and the ReLU behind it: Triton kernels for CUDA.
 
-A tensor here is a matrix of rows (examples, or pixels of images that are channels-last) and
-channels. A sum over rows is made in two steps that depend on nothing but the sizes: some programs
-add up a share of the rows each, and every program of the kernel that needs the sum adds up the
-shares, in the same order. So no kernel waits for another, and the same input gives the same bits.
-The rows may be several groups of equal size, each with statistics of its own.
+A tensor here is a matrix of rows (examples, or pixels of images) and channels. Of every channel,
+INNER elements lie beside each other: one where a pixel's channels do (channels-last, rows of
+features), an image where the tensor is contiguous. A tile is many channels wide in the first case
+and one in the second, so that neighbours are read together.
+
+A sum over rows is made in two steps that depend on nothing but the sizes: some programs add up a
+share of the rows each, and every program of the kernel that needs the sum adds up the shares, in
+the same order. So no kernel waits for another, and the same input gives the same bits. The rows
+may be several groups of equal size, each with statistics of its own.
 """
 
 from __future__ import annotations
@@ -15,24 +19,37 @@ import torch
 import triton
 import triton.language as tl
 
+from .batch_norm import Running, inner
+
 TILE = 4096
 """Elements of a tile: the rows are as many as fit beside the channels."""
+WIDE = 128
+"""Channels of a tile at most."""
 SHARES = 64
 """Programs at most over which a sum is split; each reader adds up as many."""
 READERS = 264
 """Programs at most that read the shares."""
+PROGRAMS = 2112
+"""Programs at most over all channels where each has its own: they fill 132 processors twice."""
 WARPS = 8
-
-Running = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @triton.jit
-def _tile(tile, channels, rows, ROWS: tl.constexpr, CHANNELS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _tile(  # type: ignore[no-untyped-def]
+    tile, channels, rows,
+    ROWS: tl.constexpr, CHANNELS: tl.constexpr, INNER: tl.constexpr, LONG: tl.constexpr,
+):  # fmt: skip
     """Offsets of the elements of a tile, and which of them are there."""
     c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    if LONG:
+        tile = tile.to(tl.int64)
     r = tile * ROWS + tl.arange(0, ROWS)
     there = (r < rows)[:, None] & (c < channels)[None, :]
-    return r.to(tl.int64)[:, None] * channels + c[None, :], there
+    if INNER == 1:
+        place = r * channels
+    else:
+        place = r // INNER * (channels * INNER) + r % INNER
+    return place[:, None] + (c * INNER)[None, :], there
 
 
 @triton.jit
@@ -48,7 +65,8 @@ def _total(partial, shares, c, inside, channels, SHARES: tl.constexpr):  # type:
 @triton.jit
 def _statistics_kernel(  # type: ignore[no-untyped-def]
     x, partial, rows, channels,
-    ROWS: tl.constexpr, CHANNELS: tl.constexpr, TILES: tl.constexpr,
+    ROWS: tl.constexpr, CHANNELS: tl.constexpr, TILES: tl.constexpr, INNER: tl.constexpr,
+    LONG: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     x += tl.program_id(2).to(tl.int64) * rows * channels
@@ -56,11 +74,11 @@ def _statistics_kernel(  # type: ignore[no-untyped-def]
     c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     inside = c < channels
     # Sums of differences from the first row: no cancellation where the mean is far from zero.
-    shift = tl.load(x + c, mask=inside, other=0.0).to(tl.float32)
+    shift = tl.load(x + c * INNER, mask=inside, other=0.0).to(tl.float32)
     first = tl.zeros([ROWS, CHANNELS], tl.float32)
     second = tl.zeros([ROWS, CHANNELS], tl.float32)
     for tile in range(TILES):
-        place, there = _tile(program * TILES + tile, channels, rows, ROWS, CHANNELS)
+        place, there = _tile(program * TILES + tile, channels, rows, ROWS, CHANNELS, INNER, LONG)
         value = tl.load(x + place, mask=there, other=0.0).to(tl.float32)
         value = tl.where(there, value - shift[None, :], 0.0)
         first += value
@@ -75,7 +93,8 @@ def _normalise_kernel(  # type: ignore[no-untyped-def]
     x, found, partial, running_mean, running_var, counter, weight, bias, out,
     rows, channels, shares, momentum, eps,
     FIRST: tl.constexpr, RUNNING: tl.constexpr, RECTIFY: tl.constexpr, ROWS: tl.constexpr,
-    CHANNELS: tl.constexpr, TILES: tl.constexpr, SHARES: tl.constexpr,
+    CHANNELS: tl.constexpr, TILES: tl.constexpr, SHARES: tl.constexpr, INNER: tl.constexpr,
+    LONG: tl.constexpr,
 ):  # fmt: skip
     program, group = tl.program_id(0), tl.program_id(2)
     x += group.to(tl.int64) * rows * channels
@@ -88,7 +107,7 @@ def _normalise_kernel(  # type: ignore[no-untyped-def]
         first, second = _total(partial, shares, c, inside, channels, SHARES)
         offset = first / rows
         variance = tl.maximum(second / rows - offset * offset, 0.0)
-        mean = tl.load(x + c, mask=inside, other=0.0).to(tl.float32) + offset
+        mean = tl.load(x + c * INNER, mask=inside, other=0.0).to(tl.float32) + offset
         rstd = 1.0 / tl.sqrt(variance + eps)
         if program == 0:
             tl.store(found + c, mean, mask=inside)
@@ -107,11 +126,11 @@ def _normalise_kernel(  # type: ignore[no-untyped-def]
     scale = tl.load(weight + c, mask=inside, other=0.0).to(tl.float32)
     shift = tl.load(bias + c, mask=inside, other=0.0).to(tl.float32)
     for tile in range(TILES):
-        place, there = _tile(program * TILES + tile, channels, rows, ROWS, CHANNELS)
+        place, there = _tile(program * TILES + tile, channels, rows, ROWS, CHANNELS, INNER, LONG)
         value = tl.load(x + place, mask=there, other=0.0).to(tl.float32)
         value = (value - mean[None, :]) * rstd[None, :] * scale[None, :] + shift[None, :]
         if RECTIFY:
-            value = tl.maximum(value, 0.0)
+            value = tl.maximum(value, 0.0, propagate_nan=tl.PropagateNan.ALL)
         tl.store(out + place, value.to(out.dtype.element_ty), mask=there)
 
 
@@ -148,7 +167,7 @@ def _incoming(  # type: ignore[no-untyped-def]
     if RECTIFY:
         # Zero is decided on the number that was stored, which may have rounded to it.
         made = (unit * scale[None, :] + shift[None, :]).to(x.dtype.element_ty)
-        g = tl.where(made > 0, g, 0.0)
+        g = tl.where(made <= 0, 0.0, g)
     return tl.where(there, unit, 0.0), g
 
 
@@ -156,6 +175,7 @@ def _incoming(  # type: ignore[no-untyped-def]
 def _sums_kernel(  # type: ignore[no-untyped-def]
     x, grad, found, weight, bias, partial, rows, channels,
     RECTIFY: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, TILES: tl.constexpr,
+    INNER: tl.constexpr, LONG: tl.constexpr,
 ):  # fmt: skip
     program, group = tl.program_id(0), tl.program_id(2)
     x += group.to(tl.int64) * rows * channels
@@ -171,7 +191,7 @@ def _sums_kernel(  # type: ignore[no-untyped-def]
     first = tl.zeros([ROWS, CHANNELS], tl.float32)
     second = tl.zeros([ROWS, CHANNELS], tl.float32)
     for tile in range(TILES):
-        place, there = _tile(program * TILES + tile, channels, rows, ROWS, CHANNELS)
+        place, there = _tile(program * TILES + tile, channels, rows, ROWS, CHANNELS, INNER, LONG)
         unit, g = _incoming(x, grad, mean, rstd, scale, shift, place, there, RECTIFY)
         first += g * unit
         second += g
@@ -184,7 +204,7 @@ def _sums_kernel(  # type: ignore[no-untyped-def]
 def _gradient_kernel(  # type: ignore[no-untyped-def]
     x, grad, found, weight, bias, partial, sums, out, rows, channels, shares,
     RECTIFY: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, TILES: tl.constexpr,
-    SHARES: tl.constexpr,
+    SHARES: tl.constexpr, INNER: tl.constexpr, LONG: tl.constexpr,
 ):  # fmt: skip
     program, group = tl.program_id(0), tl.program_id(2)
     x += group.to(tl.int64) * rows * channels
@@ -204,7 +224,7 @@ def _gradient_kernel(  # type: ignore[no-untyped-def]
         tl.store(sums + c, along, mask=inside)
         tl.store(sums + channels + c, level, mask=inside)
     for tile in range(TILES):
-        place, there = _tile(program * TILES + tile, channels, rows, ROWS, CHANNELS)
+        place, there = _tile(program * TILES + tile, channels, rows, ROWS, CHANNELS, INNER, LONG)
         unit, g = _incoming(x, grad, mean, rstd, scale, shift, place, there, RECTIFY)
         value = g - (level / rows)[None, :] - unit * (along / rows)[None, :]
         value *= (scale * rstd)[None, :]
@@ -215,22 +235,29 @@ class _Sizes:
     """How each group of rows is cut into tiles, and these into programs."""
 
     def __init__(self, x: torch.Tensor, groups: int) -> None:
+        beside = inner(x)
+        assert beside is not None
         self.channels, self.groups = x.shape[1], groups
         self.rows = x.numel() // (self.channels * groups)
-        self.wide = min(triton.next_power_of_2(self.channels), 128)
-        self.blocks = triton.cdiv(self.channels, self.wide)
-        self._tiles = triton.cdiv(self.rows, TILE // self.wide)
-        self.shares = triton.cdiv(self._tiles, self._each(SHARES))
-
-    def _each(self, limit: int) -> int:
-        return triton.cdiv(self._tiles, limit)
+        wide = min(triton.next_power_of_2(self.channels), WIDE) if beside == 1 else 1
+        tall = min(TILE // wide, triton.next_power_of_2(self.rows))
+        self._blocks = triton.cdiv(self.channels, wide)
+        self._tiles = triton.cdiv(self.rows, tall)
+        self._most = READERS if beside == 1 else triton.cdiv(PROGRAMS, self._blocks * groups)
+        self._settings = {
+            "ROWS": tall,
+            "CHANNELS": wide,
+            "INNER": beside,
+            "LONG": x.numel() > 2**30,
+            "num_warps": WARPS,
+        }
+        self.shares = self.split(SHARES)[0][0]
 
     def split(self, limit: int) -> tuple[tuple[int, int, int], dict[str, Any]]:
         """A grid of at most so many programs over the rows, and what they are made for."""
-        each = self._each(limit)
-        settings = {"ROWS": TILE // self.wide, "CHANNELS": self.wide, "TILES": each}
-        grid = triton.cdiv(self._tiles, each), self.blocks, self.groups
-        return grid, {**settings, "num_warps": WARPS}
+        each = triton.cdiv(self._tiles, min(limit, self._most))
+        grid = triton.cdiv(self._tiles, each), self._blocks, self.groups
+        return grid, {**self._settings, "TILES": each}
 
     def room(self, x: torch.Tensor, *each: int) -> torch.Tensor:
         """For FP32 numbers of every group."""
@@ -275,9 +302,9 @@ def normalise(
         **settings,
     )  # fmt: skip
     if first and sizes.groups > 1:
-        _running_kernel[(sizes.blocks,)](
+        _running_kernel[(triton.cdiv(sizes.channels, WIDE),)](
             found, mean, var, counter, sizes.rows, sizes.channels, momentum, eps,
-            GROUPS=sizes.groups, CHANNELS=sizes.wide,
+            GROUPS=sizes.groups, CHANNELS=WIDE,
         )  # fmt: skip
     return out
 

@@ -1,17 +1,18 @@
-"""BatchNorm on 16-bit tensors on CUDA: keeps its input alone, and takes the ReLU behind it along.
+"""BatchNorm on CUDA in kernels of its own: keeps its input alone, takes the ReLU behind it along.
 
-The arithmetic is FP32, as the report asks (Section 3.2). Statistics and normalisation are two
-functions, so that a second pass has the statistics already and runs one kernel. Where a BatchNorm's
-output is read by one nn.ReLU and by nothing else, both are one function: nothing of the size of the
-activations lies between them, forward or backward. Which those are shows in the graph of the first
-forward pass.
+The arithmetic is FP32, as the report asks for 16-bit tensors (Section 3.2). Statistics and
+normalisation are two functions, so that a second pass has the statistics already and runs one
+kernel. Where a BatchNorm's output is read by one nn.ReLU and by nothing else, both are one
+function: nothing of the size of the activations lies between them, forward or backward. Which those
+are shows in the graph of the first forward pass.
 
-Elsewhere (on the CPU, in FP32, in other layouts) BatchNorm stays PyTorch's, which means the same.
+Elsewhere (on the CPU, in FP64, in other layouts) BatchNorm stays PyTorch's, which means the same.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,20 +22,25 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function
 
-from ..base import Setup
+from .base import Setup
 
+DEVICES = ("cuda",)
+"""Where Triton's kernels run."""
 _CLASSES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_TYPES = (torch.float16, torch.bfloat16, torch.float32)
+_MOST_CHANNELS = 2**16 - 1  # programs on the second axis of a grid
 
 Running = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def in_rows(x: torch.Tensor) -> bool:
-    """Whether the channels of a pixel lie beside each other in memory."""
-    if x.dim() == 4:
-        return x.is_contiguous(memory_format=torch.channels_last)
-    if x.dim() == 5:
-        return x.is_contiguous(memory_format=torch.channels_last_3d)
-    return x.dim() == 2 and x.is_contiguous()
+def inner(x: torch.Tensor) -> int | None:
+    """Elements of one channel that lie beside each other; None where the kernels cannot go."""
+    if x.dim() < 2 or x.shape[1] > _MOST_CHANNELS:
+        return None
+    if x.is_contiguous():
+        return math.prod(x.shape[2:])
+    form = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
+    return 1 if form is not None and x.is_contiguous(memory_format=form) else None
 
 
 class Statistics(NamedTuple):
@@ -127,14 +133,18 @@ class _Fusion:
     """The BatchNorms of a model, and which of them take their ReLU along."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._norms = [m for m in model.modules() if type(m) in _CLASSES and _fits(m)]
-        self._relus = [m for m in model.modules() if type(m) is nn.ReLU and not _hooked(m)]
+        own = [m for m in model.modules() if not _changed(m)]
+        self._norms = [m for m in own if type(m) in _CLASSES and _fits(m)]
+        self._relus = [m for m in own if type(m) is nn.ReLU]
         self._fused: set[nn.Module] = set()
         self._found: set[nn.Module] | None = None
         self._nodes: list[tuple[nn.Module, Any]] = []
         self._rectified: list[Any] = []
         self._watching = False
         self._open = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._norms)
 
     def install(self) -> Callable[[], None]:
         """Put the functions into the modules; returns how to take them out."""
@@ -171,7 +181,7 @@ class _Fusion:
         if self._open:
             raise RuntimeError(
                 "a BatchNorm's output went to a ReLU in the first step and elsewhere in this one; "
-                "train a model that changes so in fp32 or without nn.ReLU modules"
+                "write F.relu for nn.ReLU in a model that changes so"
             )
         return loss
 
@@ -182,12 +192,15 @@ class _Fusion:
     def _in_groups(self, norm: Any, x: torch.Tensor, groups: int) -> torch.Tensor | None:
         """The batch as groups one after the other, each with its statistics; None where it cannot.
 
-        One value a channel is left to PyTorch, which refuses it.
+        What PyTorch refuses is left to it: one value a channel, or a shape that does not fit.
         """
-        if not (norm.training and x.is_cuda and x.dtype.itemsize == 2 and in_rows(x)):
+        if not (norm.training and x.device.type in DEVICES and type(x) is torch.Tensor):
             return None
-        if x.numel() <= groups * x.shape[1]:
+        if x.dtype not in _TYPES or inner(x) is None:
             return None
+        if x.shape[1] != norm.num_features or x.numel() <= groups * x.shape[1]:
+            return None
+        norm._check_input_dim(x)
         fused = norm in self._fused
         running = (norm.running_mean, norm.running_var, norm.num_batches_tracked)
         settings = Settings(norm.momentum, norm.eps, fused)
@@ -223,23 +236,26 @@ class _Fusion:
         return alone - {n for n, node in self._nodes if readers.get(node) != 1}
 
 
-def _hooked(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
+def _changed(module: nn.Module) -> bool:
+    """Whether it has hooks, or a forward that is not its class's."""
+    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
+    return bool(hooks) or "forward" in module.__dict__
 
 
 def _fits(norm: Any) -> bool:
-    return (
-        norm.affine and norm.track_running_stats and norm.momentum is not None and not _hooked(norm)
-    )
+    return norm.affine and norm.track_running_stats and norm.momentum is not None
 
 
 def lean_batch_norm(setup: Setup) -> None:
-    """Install it where it can run: a CUDA model with BatchNorm, and Triton."""
+    """Install it where it can run, a CUDA model with BatchNorm and Triton; a second time is none.
+
+    The run it wraps is the first that looks at the graph: what defers functions goes around it.
+    """
     device = next(setup.model.parameters()).device
-    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
-        return
-    if not any(type(m) in _CLASSES for m in setup.model.modules()):
+    if device.type not in DEVICES or importlib.util.find_spec("triton") is None:
         return
     fusion, plain = _Fusion(setup.model), setup.run
+    if not fusion:
+        return
     setup.undo.append(fusion.install())
     setup.run = lambda batch: fusion.run(plain, batch)
