@@ -223,7 +223,9 @@ def test_what_is_measured_here_goes_before_the_table():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_measured_convolutions_on_cuda():
-    shape = ConvolutionShape((100, 32, 32, 32), (32, 32, 3, 3), (1, 1), (1, 1), (1, 1))
+    shape = ConvolutionShape(
+        (100, 32, 32, 32), (32, 32, 3, 3), (1, 1), (1, 1), (1, 1), False, (0, 0)
+    )
     known = TABLE.nbytes(shape, "weight", torch.float32)
     assert _measured(shape, "weight", torch.float32) == known or "H200" not in (
         torch.cuda.get_device_name()

@@ -26,7 +26,7 @@ TRIES = 6
 
 
 _SMALLEST = 3
-"""Settings with the lowest bounds, of which the smallest plan is sought."""
+"""Settings with the lowest bounds that can be applied, of which the smallest plan is sought."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,10 @@ def smallest(estimates: Estimates, settings: Sequence[Setting]) -> Found | None:
         size = float("inf") if setting.microbatch is None else setting.microbatch
         return estimates.least_bytes(setting), size, setting.density or 1.0
 
-    for setting in sorted(settings, key=bound)[:_SMALLEST]:
+    tried = 0
+    for setting in sorted(settings, key=bound):
+        if tried == _SMALLEST:
+            break
         known = None if best is None else best.predicted.peak_bytes
         if known is not None and estimates.least_bytes(setting) >= known:
             break
@@ -125,6 +128,7 @@ def smallest(estimates: Estimates, settings: Sequence[Setting]) -> Found | None:
         if not candidates or (known is not None and candidates[0].peak_bytes >= known):
             continue
         predicted = estimates.predict(candidates[0])
+        tried += predicted is not None
         if predicted is not None and (known is None or predicted.peak_bytes < known):
             best = Found(candidates[0], predicted)
     return best

@@ -6,6 +6,7 @@ estimate: it runs the planned step itself on fake tensors.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,7 +19,7 @@ from ..memory.device import device_timeline
 from ..planning.chain import front, solve
 from ..planning.cost import Costs
 from ..planning.plan import Plan
-from ..planning.result import Predicted
+from ..planning.result import Predicted, short
 from ..planning.search import Candidate
 from ..planning.settings import DENSITIES, Scales, Setting, adapted
 from ..planning.stages import Chain, Schedule, Work
@@ -265,7 +266,10 @@ class DeviceEstimates:
         """The peak of the planned step, run on fake tensors; the time is that of the estimate."""
         try:
             trace = self._capture(candidate.plan)
-        except (InputError, TraceError):
+        except (InputError, TraceError) as error:
+            warnings.warn(
+                f"left out, {short(candidate.plan)}: {error}", RuntimeWarning, stacklevel=2
+            )
             return None
         return self._predicted(candidate.setting, trace, candidate.seconds, candidate.flops)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
@@ -49,11 +50,13 @@ def verify(
     at the nonzeros with the gradient of the dense model that is zero elsewhere. Everything else is
     compared after the last step. Recomputation is lossless whatever it is combined with: beside
     lossy parts it is compared with the same plan without it. The model, the optimizer and the
-    random streams given are left as they are. With fewer batches than steps they are used again.
+    random streams given are left as they are. FP32 is whole, without TF32. With fewer batches than
+    steps they are used again.
     """
     chosen = Plan.of(plan.techniques if isinstance(plan, Plan) else plan)  # without a budget
     data = _batches(batches, steps)
-    with rewound_streams() as rewind:
+    with rewound_streams() as rewind, ExitStack() as trained:
+        trained.enter_context(_whole_fp32())
         plain = _Plain(model, optimizer, loss)
         expected = plain.train(data)
         rewind()
@@ -71,6 +74,7 @@ def verify(
                 warnings.simplefilter("ignore", NoEffectWarning)  # said once
                 without = _Planned(kept, model, optimizer, loss).train(data)
             comparisons += (_recomputation(without, found, planned),)
+        trained.close()
         predicted = predict_step(chosen, model, data[0], loss=loss, optimizer=optimizer)
         measured = planned.step.measure(data[0])
         before = measure(plain.model, data[0], loss=loss, optimizer=plain.optimizer, warmup_steps=1)
@@ -83,6 +87,20 @@ def verify(
         measured.peak_bytes,
         before.peak_bytes,
     )
+
+
+@contextmanager
+def _whole_fp32() -> Iterator[None]:
+    """No TF32: its rounding, 1e-3, would hide what is compared, or make it look different."""
+    places: tuple[Any, ...] = torch.backends.cudnn, torch.backends.cuda.matmul
+    before = [place.allow_tf32 for place in places]
+    try:
+        for place in places:
+            place.allow_tf32 = False
+        yield
+    finally:
+        for place, allowed in zip(places, before, strict=True):
+            place.allow_tf32 = allowed
 
 
 def _batches(batches: Iterable[Any], steps: int) -> list[Any]:
