@@ -181,3 +181,25 @@ def test_functions_are_as_before_afterwards():
     with CudaKernels():
         pass
     assert (F.has_torch_function_unary, F.dropout) == before
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_attention_of_fewer_key_heads_counts_its_products(dtype: torch.dtype) -> None:
+    """Two products forward and five backward, keys and values read once for each query head."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones((), dtype=dtype))
+
+        def forward(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+            query, key = query * self.scale, key * self.scale
+            return F.scaled_dot_product_attention(query, key, key, is_causal=True, enable_gqa=True)
+
+    batch = torch.randn(2, 4, 8, 16, dtype=dtype), torch.randn(2, 2, 8, 16, dtype=dtype)
+    trace = capture(
+        Model(), batch, loss=lambda model, batch: model(*batch).float().mean(), device="cuda"
+    )
+    names = ("attention", "bmm", "mm")
+    products = sum(op.flops for op in trace.ops if any(n in op.name for n in names))
+    assert products == pytest.approx(7 * 2 * (2 * 4 * 8 * 8 * 16), rel=0.2)
