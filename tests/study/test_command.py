@@ -11,6 +11,7 @@ import pytest
 from studies import FAILED, JOBS, ONE, context, records, study_process
 
 from shoestring.errors import InputError
+from shoestring.records.run import read
 from shoestring.study.command import run_study
 from shoestring.study.execute import FAILURE, Place
 
@@ -83,6 +84,22 @@ def test_what_is_done_is_not_done_again_and_a_changed_study_goes_on(tmp_path):
     assert failure.stat().st_mtime_ns == stamp, "a failed run is not tried again unasked"
     assert run_study(file, out, resume=True, retry_failed=True, place=CPU).failed == 1
     assert failure.stat().st_mtime_ns != stamp
+
+
+def test_a_part_of_a_study_now_and_the_rest_another_time(tmp_path):
+    file, out = tmp_path / "two.toml", tmp_path / "out"
+    file.write_text("profile = false\nseeds = [0, 1]\n" + ONE + "[[grid]]\nlr = [0.1, 0.2]")
+    with pytest.raises(InputError, match="--only depth: no run has such a setting"):
+        run_study(file, out, only=["depth=3"], place=CPU)
+    with pytest.raises(InputError, match="--only lr: no setting"):
+        run_study(file, out, resume=True, only=["lr"], place=CPU)
+    some = run_study(file, out, resume=True, only=["lr=0.2", "density=1"], place=CPU)
+    assert (some.runs, some.left) == (2, 2)
+    assert str(some).endswith("; 2 are still to be run")
+    first = [read(f)[0]["settings"] for f in out.glob("runs/*")]
+    assert {s["seed"] for s in first} == {0, 1} and {s["learning_rate"] for s in first} == {0.2}
+    rest = run_study(file, out, resume=True, place=CPU)
+    assert (rest.runs, rest.left) == (4, 0)
 
 
 def test_interrupted_it_saves_and_says_how_to_go_on(tmp_path):

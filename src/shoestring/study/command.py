@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from ..train.folder import run_folder
 from . import cluster, local
 from .display import Progress
 from .execute import FAILURE, Outcome, Place, outcome
-from .expand import Expansion, Job, expand
+from .expand import NEUTRAL, Expansion, Job, expand, matches
 from .spec import Study, load
 
 SPEC = "study.toml"
@@ -60,15 +61,19 @@ class Summary:
 
     folder: str
     runs: int
+    """That have ended."""
     failed: int
+    left: int = 0
+    """Left out, and not there yet."""
 
     def as_dict(self) -> dict[str, Any]:
         """For `--json`."""
-        return {"folder": self.folder, "runs": self.runs, "failed": self.failed}
+        return asdict(self)
 
     def __str__(self) -> str:
         failed = f", {self.failed} of them failed" if self.failed else ""
-        return f"{self.runs} runs in {self.folder}{failed}"
+        left = f"; {self.left} are still to be run" if self.left else ""
+        return f"{self.runs} runs in {self.folder}{failed}{left}"
 
 
 def run_study(
@@ -80,10 +85,15 @@ def run_study(
     workers: int = 1,
     ray: str | None = None,
     gpus: float = 0.0,
+    only: Iterable[str] = (),
     place: Place | None = None,
 ) -> Summary:
-    """Make every run of the study that is not there yet; stages of a search come one by one."""
+    """Make every run of the study that is not there yet; stages of a search come one by one.
+
+    `only` takes settings, "density=0.2": runs with others are left for another time or machine.
+    """
     study = load(file)
+    chosen = _settings(only)
     place = replace(place or Place(), threads=study.threads)
     if workers < 1:
         raise InputError(f"--workers {workers} is below 1")
@@ -93,24 +103,52 @@ def run_study(
             for failure in folder.path.glob(f"{RUNS}/*/{FAILURE}"):
                 failure.unlink()
         with Progress(workers, folder.of) as progress:
-            while pending := _pending(study, folder, progress):
+            while pending := _pending(study, folder, progress, chosen):
                 _run(pending, folder, place, workers, ray, gpus, progress)
-        ended = [folder.outcome(job) for job in _expansion(study, folder).jobs]
-    failed = sum(found is not None and found.error is not None for found in ended)
-    return Summary(str(folder.path), len(ended), failed)
+        expansion = _expansion(study, folder)
+        ended = [found for job in expansion.jobs if (found := folder.outcome(job)) is not None]
+    failed = sum(found.error is not None for found in ended)
+    return Summary(str(folder.path), len(ended), failed, expansion.total - len(ended))
 
 
 def _expansion(study: Study, folder: Folder) -> Expansion:
     return expand(study, folder.score(study))
 
 
-def _pending(study: Study, folder: Folder, progress: Progress) -> list[Job]:
+def _settings(texts: Iterable[str]) -> dict[str, Any]:
+    """NAME=VALUE as values, read as TOML has them or else as a word."""
+    found: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not name.strip():
+            raise InputError(f"--only {text}: no setting", hint="such as --only density=0.2")
+        try:
+            read = tomllib.loads(f"value = {value}")["value"]
+        except tomllib.TOMLDecodeError:
+            read = value.strip()
+        found[name.strip()] = read
+    return found
+
+
+def _pending(
+    study: Study, folder: Folder, progress: Progress, chosen: Mapping[str, Any]
+) -> list[Job]:
     """The jobs of this stage that are still to be done."""
     expansion = _expansion(study, folder)
     ended = [found for job in expansion.jobs if (found := folder.outcome(job)) is not None]
     progress.total, progress.done = expansion.total, len(ended)
     progress.failed = sum(found.error is not None for found in ended)
-    return [job for job in expansion.jobs if folder.outcome(job) is None]
+    pending = [job for job in expansion.jobs if folder.outcome(job) is None]
+    if not chosen:
+        return pending
+    known = {name for job in expansion.jobs for name in (*job.settings, *NEUTRAL, "kind")}
+    if missing := [name for name in chosen if name not in known]:
+        raise InputError(
+            f"--only {missing[0]}: no run has such a setting", hint=", ".join(sorted(known))
+        )
+    kept = [j for j in pending if matches(chosen, {**NEUTRAL, **j.settings, "kind": j.kind})]
+    progress.total -= len(pending) - len(kept)
+    return kept
 
 
 def _run(

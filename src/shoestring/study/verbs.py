@@ -16,6 +16,8 @@ STUDY_EXAMPLES = """Examples:
 `shoestring study studies/paper/pareto-table.toml --data-dir data --out results/pareto --resume`
 
 `shoestring study studies/digits.toml --ray 10.0.0.1:6379 --gpus 0.25`
+
+`shoestring study studies/cifar10.toml --data-dir data --resume --only density=0.2 --only seed=0`
 """
 REPORT_EXAMPLES = """Examples:
 
@@ -41,6 +43,10 @@ def study(
         str | None, typer.Option(help="Address of a Ray cluster, or local, in place of workers.")
     ] = None,
     gpus: Annotated[float, typer.Option(help="Of each run on a Ray cluster.")] = 0.0,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(help="Leave out runs with other settings, 'density=0.2'; repeatable."),
+    ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; by default cuda.")] = None,
     data_dir: Annotated[
         str | None, typer.Option(help="Folder of the data; by default $SHOESTRING_DATA.")
@@ -62,6 +68,7 @@ def study(
         workers=workers,
         ray=ray,
         gpus=gpus,
+        only=only or (),
         place=Place(device=device, data_dir=data_dir, keep_snapshots=keep_snapshots),
     )
     typer.echo(json.dumps(result.as_dict()) if as_json else str(result))
