@@ -133,6 +133,25 @@ def test_gradients_are_those_of_plain_training(block: type[nn.Module], schedule:
         assert torch.equal(parameter.grad, gradient)
 
 
+@pytest.mark.parametrize("schedule", ["cheap*3", "lean*3", "[lean]*3", "every-3"])
+@pytest.mark.parametrize("block", [Bottleneck, Written])
+def test_types_that_autocast_chose_are_chosen_again(block: type[nn.Module], schedule: str) -> None:
+    model, batch = model_of(block)
+
+    def cast(model: nn.Module, batch: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return loss(model, batch)
+
+    ours = copy.deepcopy(model)
+    cast(model, batch).backward()
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
+    step = apply([Checkpointing.parse(schedule)], ours, optimizer, loss=cast)
+    step._setup.run(batch).backward()
+    for plain, again in zip(model.parameters(), ours.parameters(), strict=True):
+        assert plain.grad is not None and again.grad is not None
+        assert torch.equal(plain.grad, again.grad)
+
+
 @pytest.mark.parametrize("block", [Bottleneck, Rectified])
 def test_the_output_of_a_block_is_not_made_again(block: type[nn.Module]) -> None:
     """The next block keeps it; of two ReLUs in a block one is made again."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any
 
@@ -71,10 +72,12 @@ class _Kept:
 class _Recipe:
     """How to make one output, and how many saved tensors still wait for it."""
 
-    __slots__ = ("args", "func", "kwargs", "made", "part", "pinned", "readers", "roots")
+    __slots__ = ("args", "cast", "func", "kwargs", "made", "part", "pinned", "readers", "roots")
 
     def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.func, self.args, self.kwargs = func, args, kwargs
+        self.cast: AbstractContextManager[Any] = nullcontext()
+        """What chose the types when it ran."""
         self.roots: frozenset[int] = frozenset()
         """Keys of the tensors that are kept for it."""
         self.made: torch.Tensor | None = None
@@ -94,7 +97,7 @@ class _Recipe:
             return self.pinned.value()
         if self.made is not None:
             return self.made
-        with torch.no_grad():
+        with torch.no_grad(), self.cast:
             args, kwargs = tuple(map(_resolved, self.args)), self.kwargs
             if self.func is F.batch_norm:
                 args, kwargs = without_statistics(args, kwargs)
@@ -115,7 +118,8 @@ class Recipes:
     """A context in which the outputs of chosen functions are saved as recipes.
 
     These are normalisations, activations and what they are written with; `wide` adds products much
-    larger than what they read, `every` takes all functions but those at every so manieth.
+    larger than what they read. With `every` they are all functions, in parts of so many, and what
+    passes from one part to the next is kept.
     """
 
     def __init__(self, *, wide: bool = False, every: int | None = None) -> None:
@@ -165,6 +169,10 @@ class Recipes:
             return func(*args, **kwargs)  # what it overwrites could not be made again
         second = getattr(func, "cheap_to_run_again", tuple)(args)
         recipe = _Recipe(func, tuple(self._argument(a) for a in second), rest)
+        device = first.device.type
+        if device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
+            kind = torch.get_autocast_dtype(device)
+            recipe.cast = torch.autocast(device, kind, cache_enabled=False)
         recipe.part = self._part
         recipe.roots = self._roots(args)
         given = {_key(a) for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)}
