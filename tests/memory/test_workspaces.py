@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from shoestring.memory.calibrate import _measured, learn_convolutions
+from shoestring.memory.convolutions import convolutions
 from shoestring.memory.cudnn import (
     DROPOUT_STATE_BYTES,
     KINDS,
@@ -19,7 +20,6 @@ from shoestring.memory.reductions import reduction_bytes
 from shoestring.memory.workspaces import (
     CUBLAS_BYTES,
     CUBLAS_LT_BYTES,
-    convolutions,
     persistent,
     temporaries,
 )

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from ..trace.graph import Trace
+from .convolutions import convolutions
 from .cudnn import KINDS, ConvolutionShape, ConvolutionTable
-from .workspaces import convolutions
 
 
 def learn_convolutions(trace: Trace) -> int:

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from ..trace.graph import Phase, Role, Storage, Trace
 from .allocator import CachingAllocator
 from .cudnn import ConvolutionTable
+from .operands import Temporary
 from .timeline import Change, Timeline, build
-from .workspaces import Persistent, Temporary, persistent, temporaries
+from .workspaces import Persistent, persistent, temporaries
 
 STEPS = 3
 """Steps replayed: the optimizer's state appears in the first, the third is the steady one."""
