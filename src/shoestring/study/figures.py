@@ -119,7 +119,8 @@ def _lines(make: Any, results: Results, figure: Figure) -> Any:
             (_number(row, "counted_bytes") or 0.0, row.quantities["score"])
             for row in (results.rows[i] for i in results.front)
         )
-        axes.step(*zip(*points, strict=True), where="post", color="0.6", lw=1, zorder=0)
+        if points:
+            axes.step(*zip(*points, strict=True), where="post", color="0.6", lw=1, zorder=0)
     if figure.log_x:
         axes.set_xscale("log")
         axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
