@@ -2,6 +2,7 @@
 
 import json
 import resource
+import sys
 
 import pytest
 import torch
@@ -87,3 +88,10 @@ def test_provenance_names_versions_and_revision(monkeypatch):
     monkeypatch.setenv("PATH", "")
     monkeypatch.setenv("SHOESTRING_REVISION", "abc123")
     assert git_revision() == "abc123"
+
+
+def test_the_program_is_named_without_the_folders_of_a_machine(monkeypatch):
+    for path, name in [("/a/shoestring/__main__.py", "shoestring"), ("/b/bin/shoestring", None)]:
+        monkeypatch.setattr(sys, "argv", [path, "train", "x"])
+        made = provenance(torch.device("cpu"))
+        assert made["command"] == [name or "shoestring", "train", "x"]

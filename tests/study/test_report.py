@@ -144,11 +144,11 @@ def test_runs_without_a_study_are_reported_too(tiny, tmp_path):
         report(tmp_path)
 
 
-def test_a_study_that_has_not_begun_is_reported_with_its_targets(tmp_path):
+def test_a_study_that_has_not_begun_is_reported(tmp_path):
     spec = Path(__file__).parents[2] / "studies" / "cifar10.toml"
     (tmp_path / "study.toml").write_bytes(spec.read_bytes())
     made = report(tmp_path)
-    assert "22 runs have not ended yet" in made.text and "94.37 ± 0.07" in made.text
+    assert "22 runs have not ended yet" in made.text
     assert (tmp_path / "report" / "cifar10.png").exists()
 
 

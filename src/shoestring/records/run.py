@@ -127,6 +127,12 @@ def strip_times(events: Iterable[Event]) -> list[Event]:
     ]
 
 
+def _program(path: str) -> str:
+    """What was called, without the folders of this machine."""
+    found = Path(path)
+    return found.parent.name if found.name == "__main__.py" else found.name
+
+
 def provenance(device: torch.device) -> dict[str, Any]:
     """Where numbers come from: versions, device, what decides the arithmetic, revision."""
     from .. import __version__
@@ -138,7 +144,7 @@ def provenance(device: torch.device) -> dict[str, Any]:
         "torch": torch.__version__,
         "numpy": np.__version__,
         "platform": platform.platform(),
-        "command": sys.argv,
+        "command": [_program(sys.argv[0]), *sys.argv[1:]],
         "device": str(device),
         "threads": torch.get_num_threads(),
     }
