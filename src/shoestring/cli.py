@@ -28,7 +28,7 @@ from .options import (
     OptimizerName,
     PlanFile,
     PrecisionKind,
-    changes,
+    named_values,
     planned,
     techniques,
 )
@@ -318,7 +318,7 @@ def train(
             microbatch=microbatch,
             simulated=simulated,
             checkpoint=checkpoint,
-            changes=changes(set_ or ()),
+            changes=named_values(set_ or ()),
             epochs=epochs,
             batch=batch,
             learning_rate=lr,

@@ -58,15 +58,18 @@ def techniques(
     return chosen
 
 
-def changes(texts: Iterable[str]) -> dict[str, Any]:
-    """'technique.setting=value' as name and value; a value is read as TOML, else as text."""
+def named_values(
+    texts: Iterable[str], flag: str = "--set", example: str = "sparsity.fraction_multiplier=2"
+) -> dict[str, Any]:
+    """'setting=value' as name and value; a value is read as TOML, else as text.
+
+    The name has a dot if the example has one: the setting of a technique.
+    """
     found: dict[str, Any] = {}
     for text in texts:
         name, equals, value = text.partition("=")
-        if not equals or "." not in name:
-            raise InputError(
-                f"cannot read --set {text!r}", hint="such as sparsity.fraction_multiplier=2"
-            )
+        if not equals or not name.strip() or ("." in example.partition("=")[0]) > ("." in name):
+            raise InputError(f"cannot read {flag} {text!r}", hint=f"such as {example}")
         try:
             found[name.strip()] = tomllib.loads(f"value = {value}")["value"]
         except tomllib.TOMLDecodeError:

@@ -90,10 +90,8 @@ def test_a_part_of_a_study_now_and_the_rest_another_time(tmp_path):
     file, out = tmp_path / "two.toml", tmp_path / "out"
     file.write_text("profile = false\nseeds = [0, 1]\n" + ONE + "[[grid]]\nlr = [0.1, 0.2]")
     with pytest.raises(InputError, match="--only depth: no run has such a setting"):
-        run_study(file, out, only=["depth=3"], place=CPU)
-    with pytest.raises(InputError, match="--only lr: no setting"):
-        run_study(file, out, resume=True, only=["lr"], place=CPU)
-    some = run_study(file, out, resume=True, only=["lr=0.2", "density=1"], place=CPU)
+        run_study(file, out, only={"depth": 3}, place=CPU)
+    some = run_study(file, out, resume=True, only={"lr": 0.2, "density": 1}, place=CPU)
     assert (some.runs, some.left) == (2, 2)
     assert str(some).endswith("; 2 are still to be run")
     first = [read(f)[0]["settings"] for f in out.glob("runs/*")]

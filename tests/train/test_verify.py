@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -312,3 +314,21 @@ def test_infinite_parameters_are_never_what_was_claimed() -> None:
         assert not Comparison("parameters", claim, Level.LOSSY, float("inf"), 0.1).ok
         assert Comparison("gradients", claim, Level.LOSSY, float("inf"), 0.1).ok  # a skipped step
         assert Comparison("parameters", claim, Level.LOSSY, 3.0, 0.1).ok
+
+
+def test_tf32_set_by_its_newer_name_stays_as_it_was() -> None:
+    """PyTorch refuses to read the older name then; in a process of its own, since it stays so."""
+    code = """
+import torch
+import shoestring as ss
+torch.backends.cuda.matmul.fp32_precision = "tf32"
+torch.backends.cudnn.conv.fp32_precision = "tf32"
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loss = lambda model, batch: model(batch).mean()
+batch = torch.randn(4, 4)
+assert ss.verify([ss.Microbatching(2)], model, [batch], loss=loss, optimizer=optimizer, steps=1).ok
+print(torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision)
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ran.stdout == "tf32 tf32\n", ran.stderr

@@ -139,7 +139,7 @@ def forward_graph(trace: Trace) -> ForwardGraph:
                 gradients=gradients,
                 flow=rule.flow,
                 cheap=rule.cheap,
-                wide=is_wide(first),
+                wide=len(group) == 1 and is_wide(first),
                 elementwise=rule.elementwise,
                 record=record,
                 statistics_bytes=statistics,

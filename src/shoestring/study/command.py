@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -85,15 +84,14 @@ def run_study(
     workers: int = 1,
     ray: str | None = None,
     gpus: float = 0.0,
-    only: Iterable[str] = (),
+    only: Mapping[str, Any] | None = None,
     place: Place | None = None,
 ) -> Summary:
     """Make every run of the study that is not there yet; stages of a search come one by one.
 
-    `only` takes settings, "density=0.2": runs with others are left for another time or machine.
+    `only` takes settings: runs with other values are left for another time or machine.
     """
     study = load(file)
-    chosen = _settings(only)
     place = replace(place or Place(), threads=study.threads)
     if workers < 1:
         raise InputError(f"--workers {workers} is below 1")
@@ -103,7 +101,7 @@ def run_study(
             for failure in folder.path.glob(f"{RUNS}/*/{FAILURE}"):
                 failure.unlink()
         with Progress(workers, folder.of) as progress:
-            while pending := _pending(study, folder, progress, chosen):
+            while pending := _pending(study, folder, progress, only or {}):
                 _run(pending, folder, place, workers, ray, gpus, progress)
         expansion = _expansion(study, folder)
         ended = [found for job in expansion.jobs if (found := folder.outcome(job)) is not None]
@@ -113,21 +111,6 @@ def run_study(
 
 def _expansion(study: Study, folder: Folder) -> Expansion:
     return expand(study, folder.score(study))
-
-
-def _settings(texts: Iterable[str]) -> dict[str, Any]:
-    """NAME=VALUE as values, read as TOML has them or else as a word."""
-    found: dict[str, Any] = {}
-    for text in texts:
-        name, equals, value = text.partition("=")
-        if not equals or not name.strip():
-            raise InputError(f"--only {text}: no setting", hint="such as --only density=0.2")
-        try:
-            read = tomllib.loads(f"value = {value}")["value"]
-        except tomllib.TOMLDecodeError:
-            read = value.strip()
-        found[name.strip()] = read
-    return found
 
 
 def _pending(

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..options import AsJson
+from ..options import AsJson, named_values
 
 STUDY_EXAMPLES = """Examples:
 
@@ -68,7 +68,7 @@ def study(
         workers=workers,
         ray=ray,
         gpus=gpus,
-        only=only or (),
+        only=named_values(only or (), "--only", "density=0.2"),
         place=Place(device=device, data_dir=data_dir, keep_snapshots=keep_snapshots),
     )
     typer.echo(json.dumps(result.as_dict()) if as_json else str(result))

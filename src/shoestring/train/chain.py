@@ -49,9 +49,10 @@ def measure_chain(
     """The chain of blocks of the step that a plan makes, its own checkpointing left out.
 
     `blocks` names the modules; by default they are found, as small as they still hand their output
-    to one another. Those that do not run exactly once belong to what is around them. Names of the
-    stages are paths of the blocks, in the order they run: `Checkpointing.of(schedule.items, names)`
-    executes a schedule for this chain. `seen` is given the trace of the step that keeps everything.
+    to one another; where much is kept before the first of them, modules there are stages as well.
+    Those that do not run exactly once belong to what is around them. Names of the stages are paths
+    of the blocks, in the order they run: `Checkpointing.of(schedule.items, names)` executes a
+    schedule for this chain. `seen` is given the trace of the step that keeps everything.
     """
     given = plan if isinstance(plan, Plan) else Plan.of(plan)
     levels = [tuple(blocks)] if blocks else block_levels(model)[::-1]
@@ -84,7 +85,7 @@ def measure_chain(
             "no repeated blocks were found in the model",
             hint="name them, blocks=('stage1', 'stage2')",
         )
-    first = _before(model, ran)
+    first = () if blocks else _before(model, ran)
     if first and kept.kept[0] - kept.watch.gradient_bytes.get(-1, 0) > _HEAD * sum(kept.kept):
         # What comes before the blocks keeps much: modules there become stages, too.
         longer = run(("keep",) * (len(first) + len(ran)), (*first, *ran), optimizer)
@@ -92,7 +93,8 @@ def measure_chain(
         first = tuple(p for p in order[: order.index(ran[0])] if p in first)
         if first:
             ran = (*first, *ran)
-            kept = run(("keep",) * len(ran), ran, optimizer)
+            same = longer.watch.paths == ran == order
+            kept = longer if same else run(("keep",) * len(ran), ran, optimizer)
     lighter: tuple[str, ...] = LEAVES[1:] if any(map(is_wide, kept.trace.ops)) else ("cheap",)
     classes = _classes(model, ran)
     rounds, shown_by = _rounds(kept, classes, lighter)

@@ -64,7 +64,8 @@ def plan(
     """The plan of least predicted time that fits the budget, lossless if there is one.
 
     `allow` names what may change the numbers: "precision" (the default), "bn-microbatch",
-    "sparsity"; "lossless" allows none. Nothing is allocated and nothing is changed. BudgetError
+    "sparsity"; "lossless" allows none. Nothing of the model is allocated or changed; where there is
+    a GPU, a few operations and each convolution run alone to be timed and measured. BudgetError
     names the smallest budget that works.
     """
     planner = Planner(

@@ -92,15 +92,28 @@ def verify(
 @contextmanager
 def _whole_fp32() -> Iterator[None]:
     """No TF32: its rounding, 1e-3, would hide what is compared, or make it look different."""
-    places: tuple[Any, ...] = torch.backends.cudnn, torch.backends.cuda.matmul
-    before = [place.allow_tf32 for place in places]
+    names = [
+        *_precision(torch.backends.cudnn, "conv", "rnn"),
+        *_precision(torch.backends.cuda.matmul),
+    ]
+    before = [getattr(place, name) for place, name, _ in names]
     try:
-        for place in places:
-            place.allow_tf32 = False
+        for place, name, whole in names:
+            setattr(place, name, whole)
         yield
     finally:
-        for place, allowed in zip(places, before, strict=True):
-            place.allow_tf32 = allowed
+        for (place, name, _), value in zip(names, before, strict=True):
+            setattr(place, name, value)
+
+
+def _precision(place: Any, *parts: str) -> list[tuple[Any, str, Any]]:
+    """Where PyTorch's choice of TF32 stands, and its value for none: two names that do not mix."""
+    try:
+        _ = place.allow_tf32
+    except RuntimeError:  # it was set by the newer name
+        parts_of = [getattr(place, part) for part in parts] or [place]
+        return [(part, "fp32_precision", "ieee") for part in parts_of]
+    return [(place, "allow_tf32", False)]
 
 
 def _batches(batches: Iterable[Any], steps: int) -> list[Any]:

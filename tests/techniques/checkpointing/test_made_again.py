@@ -236,6 +236,25 @@ def test_a_tensor_that_changed_is_named_and_not_used() -> None:
         step(torch.randn(4, 8))
 
 
+def test_the_modules_before_the_blocks_are_stages_unless_blocks_are_named() -> None:
+    model, _ = model_of(Bottleneck)
+    stem = nn.Sequential(nn.Conv2d(3, 32, 1), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 32, 1))
+    whole = nn.ModuleDict({"stem": stem, "rest": model})
+
+    def run(model: nn.Module, batch: Tensor) -> Tensor:
+        assert isinstance(model, nn.ModuleDict)
+        return loss(model["rest"], model["stem"](batch))
+
+    images = torch.randn(4, 3, 6, 6)
+    found = measure_chain([], whole, images, loss=run, optimizer="sgd")
+    names = [stage.name for stage in found.blocks]
+    assert names == ["stem", *(f"rest.blocks.{i}" for i in range(3))]
+    assert "lean" in found.blocks[0].options
+    given = tuple(names[1:])
+    named = measure_chain([], whole, images, loss=run, optimizer="sgd", blocks=given)
+    assert tuple(stage.name for stage in named.blocks) == given
+
+
 class Inverted(nn.Module):
     """Wide inside, with its activations first."""
 
