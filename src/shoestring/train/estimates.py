@@ -149,9 +149,7 @@ class DeviceEstimates:
     def _floor(self, setting: Setting) -> int:
         """Peak of the update; libraries keep their workspaces through it."""
         now = self._update(setting)
-        alone = now.model_bytes + now.gradient_bytes + now.state_bytes + now.input_bytes
-        passing = max(now.peak_bytes - alone, 0)
-        return self._resident(setting) + now.gradient_bytes + passing
+        return self._resident(setting) + now.gradient_bytes + now.passing_bytes
 
     def _seconds(self, setting: Setting, work: Work) -> float:
         """Of a whole step whose passes over the minibatch take so much work."""

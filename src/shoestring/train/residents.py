@@ -26,9 +26,8 @@ class Update:
     """Parameters and buffers."""
     gradient_bytes: int
     state_bytes: int
-    input_bytes: int
-    peak_bytes: int
-    """Of the update, all of the above included."""
+    passing_bytes: int
+    """What the update needs for a moment beside all of the above."""
     work: Work
 
 
@@ -50,14 +49,11 @@ def traced_update(trace: Trace, shown: float = 1.0, *, together: bool = False) -
     flops = sum(op.flops for op in trace.ops)
     passing = int(device_timeline(trace).totals.max(initial=0)) - sum(held.values())
     gradients, state = (int(held[role] / shown) for role in (Role.GRADIENT, Role.OPTIMIZER_STATE))
-    model = held[Role.MODEL] + held[Role.BUFFER]
-    resident = model + gradients + state + held[Role.INPUT]
     return Update(
-        model,
+        held[Role.MODEL] + held[Role.BUFFER],
         gradients,
         state,
-        held[Role.INPUT],
-        resident + max(int(passing / shown if together else passing), 0),
+        max(int(passing / shown if together else passing), 0),
         Work(flops / shown, sum(moved) / shown, len(trace.ops)),
     )
 
@@ -104,5 +100,5 @@ def halved(wide: Update, model: nn.Module) -> Update:
         model_bytes=model_bytes,
         gradient_bytes=gradients,
         state_bytes=state,
-        peak_bytes=model_bytes + gradients + state + wide.input_bytes + copies,
+        passing_bytes=copies,
     )
