@@ -63,7 +63,7 @@ def _batch_norm(
             input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled
         )
     return _aten.cudnn_batch_norm(
-        input.contiguous() if not _dense(input) else input,
+        input.contiguous() if not is_dense(input) else input,
         weight,
         bias,
         running_mean,
@@ -74,7 +74,8 @@ def _batch_norm(
     )[0]
 
 
-def _dense(tensor: torch.Tensor) -> bool:
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its elements lie beside each other, contiguous or channels-last."""
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     other = formats.get(tensor.dim())
     return tensor.is_contiguous() or (
@@ -267,10 +268,18 @@ def _open_functions() -> Iterator[None]:
             setattr(module, name, check)
 
 
+def on_cuda(tensor: torch.Tensor) -> bool:
+    """Whether it lies there, or stands for one that does."""
+    return tensor.is_cuda or CudaKernels.depth > 0
+
+
 class CudaKernels(AbstractContextManager[None]):
     """Inside, fake CPU tensors run the operators CUDA would run."""
 
+    depth = 0
+
     def __enter__(self) -> None:
+        CudaKernels.depth += 1
         self._stack = ExitStack()
         self._stack.enter_context(_Shapes())
         self._stack.enter_context(_Functions())
@@ -278,3 +287,4 @@ class CudaKernels(AbstractContextManager[None]):
 
     def __exit__(self, *error: Any) -> None:
         self._stack.close()
+        CudaKernels.depth -= 1

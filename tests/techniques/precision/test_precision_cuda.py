@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from shoestring.techniques import Checkpointing, Microbatching, Precision
-from shoestring.techniques.precision.blocks import block_elements
 from shoestring.techniques.precision.update import Update
 from techniques.precision.precision_helpers import (
     OPTIMIZERS,
@@ -116,7 +115,7 @@ def test_a_step_in_a_graph_is_the_step(optimizer, rounding, accumulate):
                 assert value == eager.optimizer.state[q][key] == 10, key
 
 
-def test_adam_takes_fp32_copies_of_one_block_at_a_time():
+def test_adam_takes_no_copies():
     model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False) for _ in range(8))).cuda()
     made = torch.optim.Adam(model.parameters())
     step = make_step(model, made, lambda m, b: m(b).float().mean(), Precision("fp16"))
@@ -129,4 +128,4 @@ def test_adam_takes_fp32_copies_of_one_block_at_a_time():
     resident = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     step._setup.update()
-    assert torch.cuda.max_memory_allocated() - resident < 32 * block_elements(8 * 2**20)
+    assert torch.cuda.max_memory_allocated() - resident < 2**16

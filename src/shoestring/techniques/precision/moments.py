@@ -26,6 +26,11 @@ def power_of_two(exponent: torch.Tensor) -> torch.Tensor:
     return ((exponent.to(torch.int32) + 127) << 23).view(torch.float32)
 
 
+def exponents_for(tops: torch.Tensor) -> torch.Tensor:
+    """Of each largest element, the exponent that brings it into [2^14, 2^15)."""
+    return (15 - torch.frexp(tops)[1]).clamp_(-120, 120)
+
+
 def is_moment(value: Any) -> bool:
     """A state tensor, and not a counter."""
     return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() > 0
@@ -35,12 +40,12 @@ class Storage:
     """Writes FP32 tensors into 16-bit ones, block by block, and reads them."""
 
     def __init__(self, noise: Noise | None, *, scaled: bool) -> None:
-        self._noise, self._scaled = noise, scaled
+        self.noise, self.scaled = noise, scaled
 
     def make(self, state: dict[str, Any], key: str, like: torch.Tensor, pieces: int) -> None:
         """Room for one state tensor in so many pieces."""
         state[key] = torch.zeros_like(like)
-        if self._scaled and like.dtype is torch.float16:
+        if self.scaled and like.dtype is torch.float16:
             state[key + SUFFIX] = torch.zeros(pieces, dtype=like.dtype, device=like.device)
 
     def read(self, block: Block, states: list[dict[str, Any]], key: str) -> Flat:
@@ -66,14 +71,14 @@ class Storage:
             if key in SQUARES:
                 wide.whole.sqrt_()
             tops = torch.stack(torch._foreach_norm(wide.views, torch.inf))
-            exponents = (15 - torch.frexp(tops)[1]).clamp_(-120, 120)
+            exponents = exponents_for(tops)
             torch._foreach_mul_(wide.views, power_of_two(exponents).unbind())
             slots = _slots(block, states, key)
             chosen = exponents.to(slots[0].dtype)
             if skip is not None:
                 chosen = torch.where(skip, torch.stack(slots), chosen)
             torch._foreach_copy_(slots, chosen.unbind())
-        write(_pieces(block, states, key), wide, self._noise, skip)
+        write(_pieces(block, states, key), wide, self.noise, skip)
 
 
 def write(

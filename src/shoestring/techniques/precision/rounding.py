@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-_DROPPED_BITS = {torch.bfloat16: 16, torch.float16: 13}
+DROPPED_BITS = {torch.bfloat16: 16, torch.float16: 13}
 """Of FP32's 23 bits of mantissa."""
 
 
-_STRIDE, _FIRST, _SECOND = -1640531535, 2146121005, -2073254261
+STRIDE, FIRST, SECOND = -1640531535, 2146121005, -2073254261
 """Odd numbers of good mixing (2^32 / golden ratio; lowbias32), as 32 bits with a sign."""
 
 
@@ -31,9 +31,9 @@ class Noise:
     def bits(self, like: torch.Tensor, count: int) -> torch.Tensor:
         """As many random bits for every element, as an integer from zero."""
         x = torch.arange(like.numel(), dtype=torch.int32, device=like.device).view(like.shape)
-        x.add_(self.counter.add_(_STRIDE))
-        x.bitwise_xor_(x >> 16).mul_(_FIRST)
-        x.bitwise_xor_(x >> 15).mul_(_SECOND)
+        x.add_(self.counter.add_(STRIDE))
+        x.bitwise_xor_(x >> 16).mul_(FIRST)
+        x.bitwise_xor_(x >> 15).mul_(SECOND)
         x.bitwise_xor_(x >> 16)
         return x.bitwise_and_((1 << count) - 1)
 
@@ -46,10 +46,14 @@ class Noise:
         make a number, which `keep_nan` prevents. FP16's subnormal numbers (under 6.1e-5) are
         rounded to the nearest.
         """
-        dropped = _DROPPED_BITS[dtype]
+        dropped = DROPPED_BITS[dtype]
         noise = self.bits(x, dropped).add_(x.view(torch.int32)).bitwise_and_(-(1 << dropped))
         rounded = noise.view(torch.float32)
         return (torch.where(x.isfinite(), rounded, x) if keep_nan else rounded).to(dtype)
+
+    def move(self, draws: int) -> None:
+        """Go on as if bits had been drawn so often; someone else computed them."""
+        self.counter.add_(_signed(draws * STRIDE))
 
     def state_dict(self) -> dict[str, Any]:
         """Where the stream is."""

@@ -3,19 +3,22 @@
 Each block of parameters, gradients and state is copied to FP32, unscaled, given to a twin of the
 user's optimizer that holds this block alone, and written back. So weight decay, Nesterov's
 momentum or AMSGrad are PyTorch's, settings are read from `param_groups` at every step, and the
-state is in `optimizer.state`. On CUDA, SGD needs no copies: its fused kernel computes in FP32 on
-FP16 tensors (the CPU's leaves most of them untouched, pytorch#191763).
+state is in `optimizer.state`. On CUDA, SGD and Adam need no copies: SGD's fused kernel computes in
+FP32 on FP16 tensors (the CPU's leaves most of them untouched, pytorch#191763), and Adam's are ours.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from ...trace.cuda import is_dense, on_cuda
 from .blocks import Block, Piece, Rows, block_elements, blocks, cut, gather
 from .convert import cast
 from .moments import SUFFIX, Storage, is_moment, write
@@ -75,6 +78,9 @@ class Update:
         if scale is not None and self._can_fuse(work):
             self._begun(work)
             fused_sgd(optimizer, work, scale.scale, scale.found_inf)
+        elif self._adam_has_kernels(work):
+            self._begun(work)
+            self._adam(work)
         else:
             begun, unknown = self._begun(work)
             for group, parameter in unknown:
@@ -193,6 +199,44 @@ class Update:
             and all(p.is_cuda and not group["dampening"] for group, p in work)
         )
 
+    def _adam_has_kernels(self, work: Work) -> bool:
+        """Whether every tensor lies as its gradient, and the settings are the usual ones."""
+        return (
+            type(self._optimizer) in (Adam, AdamW)
+            and self._storage.scaled
+            and bool(work)
+            and all(on_cuda(p) and self._alike(p) for _, p in work)
+            and all(_is_usual(group) for group in self._optimizer.param_groups)
+            and importlib.util.find_spec("triton") is not None
+        )
+
+    def _alike(self, parameter: torch.Tensor) -> bool:
+        """Whether one offset finds the same element in parameter, gradient and moments."""
+        beside = [parameter.grad, *self._optimizer.state[parameter].values()]
+        return (
+            type(parameter) in (torch.Tensor, torch.nn.Parameter, FakeTensor)
+            and is_dense(parameter)
+            and all(
+                other.stride() == parameter.stride()
+                for other in beside
+                if isinstance(other, torch.Tensor) and other.shape == parameter.shape
+            )
+        )
+
+    def _adam(self, work: Work) -> None:
+        states, noise = self._optimizer.state, self._storage.noise
+        if any(isinstance(parameter, FakeTensor) for _, parameter in work):
+            for block in self._blocks(work):  # read and written where they are
+                for piece in block.pieces:
+                    moments = [states[piece.parameter][key][piece.rows] for key in block.keys]
+                    torch._foreach_mul_([piece.narrow, *moments], 1)
+            return
+        from .adam_kernels import adam
+
+        assert noise is not None
+        stochastic = self._noise is not None
+        adam(states, self._blocks(work), noise, self._scale, stochastic=stochastic)
+
     def convert_state(self) -> Callable[[], None]:
         """Store what state there is; state loaded later from an FP32 run too. Returns the undo."""
         optimizer = self._optimizer
@@ -241,6 +285,15 @@ class Update:
                     wide = gather([value[part]], torch.float32)
                     self._storage.write(block, [made], key, wide, None)
         return made
+
+
+def _is_usual(group: dict[str, Any]) -> bool:
+    rate = group["lr"]
+    return (
+        not (group["amsgrad"] or group["maximize"] or group["differentiable"])
+        and all(isinstance(beta, float) for beta in group["betas"])
+        and (not isinstance(rate, torch.Tensor) or on_cuda(rate))
+    )
 
 
 def _copy(value: Any) -> Any:

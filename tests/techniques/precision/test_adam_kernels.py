@@ -1,0 +1,100 @@
+"""Adam's kernels against the twin's arithmetic on copies, in Triton's interpreter and on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from interpreter import run_interpreted
+from shoestring.techniques.precision import update as module
+from shoestring.techniques.precision.rounding import Noise
+from shoestring.techniques.precision.scaling import LossScale
+from shoestring.techniques.precision.update import Update
+
+torch.set_num_threads(1)
+SHAPES = [(5,), (33, 17), (120, 70), (8, 4, 3, 3), (2500,)]
+SETTINGS = {
+    "adam": (torch.optim.Adam, {"betas": (0.9, 0.98), "weight_decay": 1e-2}),
+    "adamw": (torch.optim.AdamW, {"weight_decay": 0.1}),
+}
+
+
+def made(name: str, device: str, dtype: torch.dtype, stochastic: bool) -> Update:
+    """Parameters of many shapes, one of them in FP32, in pieces of about 3,000 elements."""
+    torch.manual_seed(0)
+    parameters = [nn.Parameter(torch.randn(shape, device=device).to(dtype)) for shape in SHAPES]
+    parameters[3].data = parameters[3].data.contiguous(memory_format=torch.channels_last)
+    parameters.append(nn.Parameter(torch.randn(40, device=device)))
+    kind, settings = SETTINGS[name]
+    groups = [{"params": parameters[:2], "lr": 0.02}, {"params": parameters[2:]}]
+    optimizer = kind(groups, lr=torch.full((), 0.01, device=device), capturable=True, **settings)
+    where = torch.device(device)
+    scale = LossScale(where, 256.0, 1000) if dtype is torch.float16 else None
+    update = Update(optimizer, scale, Noise(where, 3), stochastic=stochastic)
+    update._elements = 3000
+    return update
+
+
+def parameters_of(update: Update) -> list[torch.Tensor]:
+    return [p for group in update._optimizer.param_groups for p in group["params"]]
+
+
+def give_gradients(update: Update, number: int) -> None:
+    draw = torch.Generator().manual_seed(number)
+    scaled = update._scale is not None
+    for parameter in parameters_of(update):
+        gradient = torch.randn(parameter.shape, generator=draw) * 10.0 ** -(number % 5)
+        parameter.grad = torch.empty_like(parameter).copy_(gradient * (256.0 if scaled else 1.0))
+    if scaled and number == 3:
+        parameters_of(update)[2].grad[7, 7] = torch.inf
+
+
+def compare(device: str) -> None:
+    """Eight updates each way: the same random bits, so all but the last bit is the same."""
+    seen_by = module.on_cuda
+    for name in SETTINGS:
+        for dtype, stochastic in [
+            (torch.float16, False),
+            (torch.float16, True),
+            (torch.bfloat16, True),
+        ]:
+            with_kernels, copied = (made(name, device, dtype, stochastic) for _ in range(2))
+            for number in range(8):
+                for update, kernels in ((with_kernels, True), (copied, False)):
+                    give_gradients(update, number)
+                    module.on_cuda = lambda tensor, kernels=kernels: kernels
+                    work = [(g, p) for g in update._optimizer.param_groups for p in g["params"]]
+                    assert update._adam_has_kernels(work) == kernels
+                    update()
+            module.on_cuda = seen_by
+            check(with_kernels, copied, dtype)
+
+
+def check(found: Update, wanted: Update, dtype: torch.dtype) -> None:
+    assert torch.equal(found._storage.noise.counter, wanted._storage.noise.counter)
+    ulp = 2.0**-10 if dtype is torch.float16 else 2.0**-7
+    for a, b in zip(parameters_of(found), parameters_of(wanted), strict=True):
+        mine, theirs = found._optimizer.state[a], wanted._optimizer.state[b]
+        assert mine.keys() == theirs.keys()
+        assert torch.equal(mine["step"], theirs["step"])
+        assert mine["step"] == (7 if dtype is torch.float16 else 8)
+        pairs = [(a, b), *((mine[key], theirs[key]) for key in mine if key != "step")]
+        for x, y in pairs:
+            x, y = x.detach().float(), y.detach().float()
+            assert torch.isfinite(x).all()
+            far = (x - y).abs() / (ulp * y.abs().clamp_min(0.1 * y.abs().max()))
+            if a.dim() == 4:  # in the order of memory, so each has its neighbour's random bits
+                assert far.max() < 20
+            else:
+                assert far.max() < 5 and (far > 0.01).float().mean() < 0.01
+
+
+def test_in_the_interpreter() -> None:
+    run_interpreted(__file__, "compare('cpu')")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_the_gpu() -> None:
+    compare("cuda")
