@@ -87,7 +87,7 @@ def check(found: Update, wanted: Update, dtype: torch.dtype) -> None:
             if a.dim() == 4:  # in the order of memory, so each has its neighbour's random bits
                 assert far.max() < 20
             else:
-                assert far.max() < 5 and (far > 0.01).float().mean() < 0.01
+                assert far.max() < 5 and (far > 0.05).sum() <= max(1, 0.01 * far.numel())
 
 
 def test_in_the_interpreter() -> None:

@@ -171,7 +171,9 @@ def adam(
     noise.move(draws)
     _keep_exponents(tasks, exponents, scale)
     steps = [states[parameter]["step"] for parameter in corrections]
-    torch._foreach_add_(steps, 1 if scale is None else 1 - scale.found_inf)
+    # As a list: of one tensor the function would read the value.
+    moved = torch.ones_like(steps[0]) if scale is None else 1 - scale.found_inf
+    torch._foreach_add_(steps, [moved] * len(steps))
 
 
 def _tasks(
@@ -211,10 +213,10 @@ def _corrections(states: Any, blocks: list[Block]) -> dict[torch.Tensor, torch.T
                 piece.parameter for b in blocks if id(b.group) == name for piece in b.pieces
             )
         )
-        steps = torch.stack([states[parameter]["step"] for parameter in parameters]) + 1
+        steps = torch.stack([states[parameter]["step"] for parameter in parameters]).double() + 1
         first, second = group["betas"]
         both = torch.stack([1 - first**steps, (1 - second**steps).sqrt()], dim=1)
-        made.update(zip(parameters, both.unbind(), strict=True))
+        made.update(zip(parameters, both.float().unbind(), strict=True))
     return made
 
 
