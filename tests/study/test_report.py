@@ -155,8 +155,8 @@ def test_a_study_that_has_not_begun_is_reported(tmp_path):
 def test_the_tables_of_results_come_from_their_records(tmp_path):
     """What is shown as found is what the records say, by today's code."""
     results = Path(__file__).parents[2] / "results"
-    assert any(results.glob("*/runs/*/records.jsonl"))
-    for spec in results.glob("*/study.toml"):
+    assert any(results.rglob("runs/*/records.jsonl"))
+    for spec in results.rglob("study.toml"):
         report(spec.parent, tmp_path / spec.parent.name)
         for name in ("tables.md", "tables.tex", "index.html"):
             made = (tmp_path / spec.parent.name / name).read_bytes()
