@@ -157,7 +157,7 @@ def test_a_batch_of_two_microbatches(run: Run) -> None:
 @pytest.mark.slow
 def test_tokens(run: Run) -> None:
     flags = "--microbatch 250 --checkpoint residual-1 --steps 1 --json"
-    ran = run("verify", "dc-transformer-width-64", *flags.split())
+    ran = run("verify", "dc-transformer-width-64-encoder-2-decoder-2", *flags.split())
     assert ran.status == 0
     assert (ran.data["batch"], ran.data["batch_unit"]) == (500, "tokens")
     assert ran.data["plan"]["microbatching"] == {"size": 10}

@@ -113,7 +113,8 @@ def convolve(x: torch.Tensor, weights: torch.Tensor, left: int) -> torch.Tensor:
     x, weights = x.contiguous(), weights.contiguous()
     out = torch.empty_like(x)
     grid, settings = _launch(x, weights)
-    _forward_kernel[grid](x, weights, out, x.shape[1], left, **settings)
+    with torch.cuda.device_of(x):
+        _forward_kernel[grid](x, weights, out, x.shape[1], left, **settings)
     return out
 
 
@@ -130,8 +131,9 @@ def gradients(
     grad_x = torch.empty_like(x) if for_x else None
     grad_weights = torch.empty_like(weights) if for_weights else None
     grid, settings = _launch(x, weights)
-    _backward_kernel[grid](
-        x, weights, grad, grad_x if for_x else x, grad_weights if for_weights else weights,
-        x.shape[1], left, FOR_X=for_x, FOR_WEIGHTS=for_weights, **settings,
-    )  # fmt: skip
+    with torch.cuda.device_of(x):
+        _backward_kernel[grid](
+            x, weights, grad, grad_x if for_x else x, grad_weights if for_weights else weights,
+            x.shape[1], left, FOR_X=for_x, FOR_WEIGHTS=for_weights, **settings,
+        )  # fmt: skip
     return grad_x, grad_weights

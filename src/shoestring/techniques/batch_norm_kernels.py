@@ -270,7 +270,8 @@ def statistics(x: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tensor
     sizes = _Sizes(x, groups)
     partial = sizes.room(x, sizes.shares)
     grid, settings = sizes.split(SHARES)
-    _statistics_kernel[grid](x, partial, sizes.rows, sizes.channels, **settings)
+    with torch.cuda.device_of(x):
+        _statistics_kernel[grid](x, partial, sizes.rows, sizes.channels, **settings)
     return sizes.room(x), partial
 
 
@@ -295,17 +296,18 @@ def normalise(
     grid, settings = sizes.split(READERS)
     first = partial is not None
     mean, var, counter = (found, found, found) if running is None else running
-    _normalise_kernel[grid](
-        x, found, found if partial is None else partial, mean, var, counter, weight, bias, out,
-        sizes.rows, sizes.channels, sizes.shares, momentum, eps,
-        FIRST=first, RUNNING=first and sizes.groups == 1, RECTIFY=rectify, SHARES=SHARES,
-        **settings,
-    )  # fmt: skip
-    if first and sizes.groups > 1:
-        _running_kernel[(triton.cdiv(sizes.channels, WIDE),)](
-            found, mean, var, counter, sizes.rows, sizes.channels, momentum, eps,
-            GROUPS=sizes.groups, CHANNELS=WIDE,
+    with torch.cuda.device_of(x):
+        _normalise_kernel[grid](
+            x, found, found if partial is None else partial, mean, var, counter, weight, bias, out,
+            sizes.rows, sizes.channels, sizes.shares, momentum, eps,
+            FIRST=first, RUNNING=first and sizes.groups == 1, RECTIFY=rectify, SHARES=SHARES,
+            **settings,
         )  # fmt: skip
+        if first and sizes.groups > 1:
+            _running_kernel[(triton.cdiv(sizes.channels, WIDE),)](
+                found, mean, var, counter, sizes.rows, sizes.channels, momentum, eps,
+                GROUPS=sizes.groups, CHANNELS=WIDE,
+            )  # fmt: skip
     return out
 
 
@@ -321,14 +323,16 @@ def gradients(
     sizes = _Sizes(x, found.shape[0])
     partial = sizes.room(x, sizes.shares)
     grid, settings = sizes.split(SHARES)
-    _sums_kernel[grid](
-        x, grad, found, weight, bias, partial, sizes.rows, sizes.channels,
-        RECTIFY=rectify, **settings,
-    )  # fmt: skip
+    with torch.cuda.device_of(x):
+        _sums_kernel[grid](
+            x, grad, found, weight, bias, partial, sizes.rows, sizes.channels,
+            RECTIFY=rectify, **settings,
+        )  # fmt: skip
     sums, out = sizes.room(x), torch.empty_like(x)
     grid, settings = sizes.split(READERS)
-    _gradient_kernel[grid](
-        x, grad, found, weight, bias, partial, sums, out, sizes.rows, sizes.channels, sizes.shares,
-        RECTIFY=rectify, SHARES=SHARES, **settings,
-    )  # fmt: skip
+    with torch.cuda.device_of(x):
+        _gradient_kernel[grid](
+            x, grad, found, weight, bias, partial, sums, out,
+            sizes.rows, sizes.channels, sizes.shares, RECTIFY=rectify, SHARES=SHARES, **settings,
+        )  # fmt: skip
     return out, sums

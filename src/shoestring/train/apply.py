@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ..errors import InputError
 from ..memory.live import LivePeak, live_at_peak
@@ -67,7 +69,14 @@ class Step:
 
     def __call__(self, batch: Any) -> torch.Tensor:
         """Forward, backward, update; returns the loss of the minibatch, detached."""
-        return self._run(batch) if self._hold is None else self._hold(batch)
+        with self._there():
+            return self._run(batch) if self._hold is None else self._hold(batch)
+
+    def _there(self) -> AbstractContextManager[Any]:
+        """On the model's GPU, which need not be the current one."""
+        first = next(self.model.parameters())
+        real = first.is_cuda and not isinstance(first, FakeTensor)
+        return torch.cuda.device(first.device) if real else nullcontext()
 
     def _run(self, batch: Any) -> torch.Tensor:
         if self._graph is None:
@@ -100,13 +109,13 @@ class Step:
         Meant in steady state: call the step at least once before.
         """
         gc.collect()
-        device = next(self.model.parameters()).device.type
-        if device == "cuda":
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            self.loss = self._run(batch)
-            torch.cuda.synchronize()
-            peak_bytes = max(self.captured_peak_bytes, torch.cuda.max_memory_allocated())
+        if next(self.model.parameters()).device.type == "cuda":
+            with self._there():
+                torch.cuda.synchronize()
+                torch.cuda.reset_peak_memory_stats()
+                self.loss = self._run(batch)
+                torch.cuda.synchronize()
+                peak_bytes = max(self.captured_peak_bytes, torch.cuda.max_memory_allocated())
             self.measured = Measurement("cuda", peak_bytes, {})
         else:
             self.measured = track(
@@ -122,9 +131,10 @@ class Step:
         """On CUDA: run one step eagerly and say what was allocated at its peak."""
         device = next(self.model.parameters()).device
         moved = on_device(device, batch)
-        found = live_at_peak(
-            lambda entering: self._compute(moved, entering), self.model, moved, self.optimizer
-        )
+        with self._there():
+            found = live_at_peak(
+                lambda entering: self._compute(moved, entering), self.model, moved, self.optimizer
+            )
         self._after()
         return found
 

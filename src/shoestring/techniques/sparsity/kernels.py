@@ -129,7 +129,8 @@ def block_starts(packed: torch.Tensor) -> Starts:
     words = triton.cdiv(packed.numel() * 8, FINE)
     counts = torch.empty(words, dtype=torch.int32, device=packed.device)
     grid = (triton.cdiv(words, BLOCK),)
-    _count_kernel[grid](packed, counts, words, packed.numel(), BLOCK=BLOCK)
+    with torch.cuda.device_of(packed):
+        _count_kernel[grid](packed, counts, words, packed.numel(), BLOCK=BLOCK)
     before = counts.cumsum(0, dtype=torch.int32).sub_(counts)
     coarse = before[:: COARSE // FINE].contiguous()
     within = before - coarse.repeat_interleave(COARSE // FINE)[:words]
@@ -162,7 +163,8 @@ def scatter(
     dense = torch.empty(tuple(shape), dtype=values.dtype, device=values.device, memory_format=form)
     layout = _layout(shape, packed, channels_last)
     grid = (triton.cdiv(layout["numel"], BLOCK),)
-    _scatter_kernel[grid](packed, *starts, values, dense, **layout)
+    with torch.cuda.device_of(packed):
+        _scatter_kernel[grid](packed, *starts, values, dense, **layout)
     return dense
 
 
@@ -178,5 +180,6 @@ def gather(
     dense = dense if channels_last else dense.contiguous()
     layout = _layout(dense.shape, packed, channels_last)
     grid = (triton.cdiv(layout["numel"], BLOCK),)
-    _gather_kernel[grid](packed, *starts, values, dense, **layout)
+    with torch.cuda.device_of(packed):
+        _gather_kernel[grid](packed, *starts, values, dense, **layout)
     return values
