@@ -196,7 +196,7 @@ class Update:
         return (
             type(self._optimizer) is SGD
             and self._noise is None
-            and all(p.is_cuda and not group["dampening"] for group, p in work)
+            and all(on_cuda(p) and not group["dampening"] for group, p in work)
         )
 
     def _adam_has_kernels(self, work: Work) -> bool:
