@@ -4,7 +4,8 @@ Each block of parameters, gradients and state is copied to FP32, unscaled, given
 user's optimizer that holds this block alone, and written back. So weight decay, Nesterov's
 momentum or AMSGrad are PyTorch's, settings are read from `param_groups` at every step, and the
 state is in `optimizer.state`. On CUDA, SGD and Adam need no copies: SGD's fused kernel computes in
-FP32 on FP16 tensors (the CPU's leaves most of them untouched, pytorch#191763), and Adam's are ours.
+FP32 on FP16 tensors (the CPU's leaves most of them untouched, pytorch#191763), and where numbers
+are scaled or rounded at random, the kernels are ours.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ class Update:
         scaled_moments: bool = True,
     ) -> None:
         self._optimizer, self._scale = optimizer, scale
+        self._drawing = noise
         self._noise = noise if stochastic else None
         # A momentum too small for FP16 moves no FP16 weight: lr · 6e-8 is under half its ulp.
         scaled = scaled_moments and not isinstance(optimizer, SGD)
@@ -78,9 +80,9 @@ class Update:
         if scale is not None and self._can_fuse(work):
             self._begun(work)
             fused_sgd(optimizer, work, scale.scale, scale.found_inf)
-        elif self._adam_has_kernels(work):
+        elif self._has_kernels(work):
             self._begun(work)
-            self._adam(work)
+            self._run_kernels(work)
         else:
             begun, unknown = self._begun(work)
             for group, parameter in unknown:
@@ -199,11 +201,11 @@ class Update:
             and all(on_cuda(p) and not group["dampening"] for group, p in work)
         )
 
-    def _adam_has_kernels(self, work: Work) -> bool:
+    def _has_kernels(self, work: Work) -> bool:
         """Whether every tensor lies as its gradient, and the settings are the usual ones."""
         return (
-            type(self._optimizer) in (Adam, AdamW)
-            and self._storage.scaled
+            type(self._optimizer) in (SGD, Adam, AdamW)
+            and (self._storage.scaled or type(self._optimizer) is SGD)
             and bool(work)
             and all(on_cuda(p) and self._alike(p) for _, p in work)
             and all(_is_usual(group) for group in self._optimizer.param_groups)
@@ -223,19 +225,18 @@ class Update:
             )
         )
 
-    def _adam(self, work: Work) -> None:
-        states, noise = self._optimizer.state, self._storage.noise
+    def _run_kernels(self, work: Work) -> None:
+        states, blocks = self._optimizer.state, self._blocks(work)
         if any(isinstance(parameter, FakeTensor) for _, parameter in work):
-            for block in self._blocks(work):  # read and written where they are
+            for block in blocks:  # read and written where they are
                 for piece in block.pieces:
                     moments = [states[piece.parameter][key][piece.rows] for key in block.keys]
                     torch._foreach_mul_([piece.narrow, *moments], 1)
             return
-        from .adam_kernels import adam
+        from . import kernels
 
-        assert noise is not None
-        stochastic = self._noise is not None
-        adam(states, self._blocks(work), noise, self._scale, stochastic=stochastic)
+        update = kernels.sgd if isinstance(self._optimizer, SGD) else kernels.adam
+        update(states, blocks, self._drawing, self._scale, stochastic=self._noise is not None)
 
     def convert_state(self) -> Callable[[], None]:
         """Store what state there is; state loaded later from an FP32 run too. Returns the undo."""
@@ -290,8 +291,8 @@ class Update:
 def _is_usual(group: dict[str, Any]) -> bool:
     rate = group["lr"]
     return (
-        not (group["amsgrad"] or group["maximize"] or group["differentiable"])
-        and all(isinstance(beta, float) for beta in group["betas"])
+        not any(group.get(name) for name in ("amsgrad", "maximize", "differentiable", "dampening"))
+        and all(isinstance(beta, float) for beta in group.get("betas", ()))
         and (not isinstance(rate, torch.Tensor) or on_cuda(rate))
     )
 

@@ -1,6 +1,6 @@
-"""Adam and AdamW on 16-bit tensors in Triton: each piece is read where it lies, in FP32.
+"""SGD, Adam and AdamW on 16-bit tensors in Triton: each piece where it lies, computed in FP32.
 
-A scaled moment's exponent follows from its largest new element, so the new moments are computed
+A scaled moment's exponent follows from its largest new element, so Adam's new moments are computed
 twice: once for that, once to be stored. No FP32 copy is made. Random bits are the ones that the
 blocks' copies would be rounded with, so both ways compute the same but for the last bit.
 """
@@ -122,7 +122,7 @@ def _update_kernel(  # type: ignore[no-untyped-def]
 
 
 class _Task(NamedTuple):
-    """One piece, as the kernels take it."""
+    """One piece, as Adam's kernels take it."""
 
     piece: Piece
     tensors: tuple[torch.Tensor, ...]
@@ -142,6 +142,59 @@ class _Task(NamedTuple):
     @property
     def grid(self) -> tuple[int]:
         return (triton.cdiv(self.elements, BLOCK),)
+
+
+@triton.jit(do_not_specialize=["draw", "offset"])
+def _sgd_kernel(  # type: ignore[no-untyped-def]
+    parameter, gradient, buffer, rate, scale, found_inf, counter, elements, draw, offset,
+    momentum, decay,
+    UNSCALE: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    there = place < elements
+    p = tl.load(parameter + place, mask=there, other=0.0).to(tl.float32)
+    g = tl.load(gradient + place, mask=there, other=0.0).to(tl.float32)
+    if UNSCALE:
+        g *= 1.0 / tl.load(scale)
+        there = there & (tl.load(found_inf + 0 * place) == 0.0)
+    g += decay * p
+    at, drawn = tl.load(counter), place + offset
+    if MOMENTUM:
+        m = momentum * tl.load(buffer + place, mask=there, other=0.0).to(tl.float32) + g
+        g = g + momentum * m if NESTEROV else m
+        if BITS:
+            m = _rounded(m, at, draw + 2, drawn, BITS, not UNSCALE)
+        tl.store(buffer + place, m.to(buffer.dtype.element_ty), mask=there)
+    p -= tl.load(rate).to(tl.float32) * g
+    if BITS:
+        p = _rounded(p, at, draw + 1, drawn, BITS, not UNSCALE)
+    tl.store(parameter + place, p.to(parameter.dtype.element_ty), mask=there)
+
+
+def sgd(
+    states: Any, blocks: list[Block], noise: Noise, scale: LossScale | None, *, stochastic: bool
+) -> None:
+    """One update of all blocks."""
+    device, draws = noise.counter.device, 0
+    rates = {id(block.group): _on_device(block.group["lr"], device) for block in blocks}
+    for block in blocks:
+        group, offset = block.group, 0
+        momentum, dtype = group["momentum"], block.pieces[0].parameter.dtype
+        bits = DROPPED_BITS.get(dtype, 0) if stochastic else 0
+        for piece in block.pieces:
+            narrow, elements = piece.narrow, piece.narrow.numel()
+            kept = states[piece.parameter]["momentum_buffer"][piece.rows] if momentum else narrow
+            factors = (narrow, narrow) if scale is None else (scale.scale, scale.found_inf)
+            _sgd_kernel[(triton.cdiv(elements, BLOCK),)](
+                narrow, piece.gradient, kept, rates[id(group)], *factors, noise.counter, elements,
+                draws, offset, momentum, group["weight_decay"],
+                UNSCALE=scale is not None, MOMENTUM=bool(momentum), NESTEROV=group["nesterov"],
+                BITS=bits, BLOCK=BLOCK,
+            )  # fmt: skip
+            offset += elements
+        draws += (1 + bool(momentum)) * bool(bits)
+    noise.move(draws)
 
 
 def adam(
