@@ -12,6 +12,7 @@ outside, which is how recipes work inside of a region.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -79,7 +80,7 @@ class _Recipe:
         self.cast: AbstractContextManager[Any] = nullcontext()
         """What chose the types when it ran."""
         self.roots: frozenset[int] = frozenset()
-        """Keys of the tensors that are kept for it."""
+        """Numbers of the tensors that are kept for it."""
         self.made: torch.Tensor | None = None
         self.readers = 0
         self.part = 0
@@ -125,8 +126,10 @@ class Recipes:
     def __init__(self, *, wide: bool = False, every: int | None = None) -> None:
         self._wide, self._every = wide, every
         self._nodes = 0
-        self._noted: dict[int, tuple[_Recipe, int, Any]] = {}
-        """Storage → the recipe of what lies in it, of which version, and when it goes."""
+        self._noted: dict[int, tuple[_Recipe, Any, Any]] = {}
+        """Storage → the recipe of what lies in it, of which version and kind, and when it goes."""
+        self._numbers: dict[int, tuple[int, Any]] = {}
+        self._count = itertools.count()
         self._current: tuple[_Recipe, Callable[[torch.Tensor], bool]] | None = None
         self._outer: Any = None
 
@@ -147,6 +150,7 @@ class Recipes:
         self._watch.__exit__(kind, error, trace)
         self._hooks.__exit__(kind, error, trace)
         self._noted.clear()
+        self._numbers.clear()
         # No cycle may hold the region outside: it would keep its tensors until the collector runs.
         del self._watch, self._hooks
         self._outer = None
@@ -165,7 +169,7 @@ class Recipes:
         first: torch.Tensor = args[0]
         rest = dict(kwargs)
         in_place = bool(rest.pop("inplace", False))
-        if in_place and self._recipe(first) is None:
+        if in_place and (self._recipe(first) is None or not _is_whole(first)):
             return func(*args, **kwargs)  # what it overwrites could not be made again
         second = getattr(func, "cheap_to_run_again", tuple)(args)
         recipe = _Recipe(func, tuple(self._argument(a) for a in second), rest)
@@ -221,13 +225,25 @@ class Recipes:
         return any(self._roots((a,)) == roots for a in read)
 
     def _roots(self, args: tuple[Any, ...]) -> frozenset[int]:
-        """Keys of what is to be kept for an output."""
+        """Numbers of what is to be kept for an output."""
         roots: set[int] = set()
         for argument in args:
             if isinstance(argument, torch.Tensor) and not argument.is_leaf:
                 recipe = self._recipe(argument)
-                roots |= {_key(argument)} if recipe is None else recipe.roots
+                roots |= {self._number(argument)} if recipe is None else recipe.roots
         return frozenset(roots)
+
+    def _number(self, tensor: torch.Tensor) -> int:
+        """Of its storage. Addresses come again when a storage is gone, and choices that hang on
+        them would be others when the block runs again and less is freed."""
+        key = _key(tensor)
+        if key not in self._numbers:
+
+            def gone(_: Any) -> None:
+                self._numbers.pop(key, None)
+
+            self._numbers[key] = next(self._count), weakref.ref(tensor.untyped_storage(), gone)
+        return self._numbers[key][0]
 
     @property
     def _part(self) -> int:
@@ -247,9 +263,9 @@ class Recipes:
         return _Kept(argument, self._outer) if recipe is None else _View(recipe, argument)
 
     def _recipe(self, tensor: torch.Tensor) -> _Recipe | None:
-        """How the tensor was made, unless it was changed in place since."""
-        recipe, version, _ = self._noted.get(_key(tensor), (None, 0, None))
-        return recipe if tensor._version == version else None
+        """How the tensor was made, unless it was changed since, or is read as something else."""
+        recipe, noted, _ = self._noted.get(_key(tensor), (None, None, None))
+        return recipe if noted == _reading(tensor) else None
 
     def _note(self, out: torch.Tensor, recipe: _Recipe) -> None:
         key, storage = _key(out), out.untyped_storage()
@@ -257,7 +273,7 @@ class Recipes:
         def gone(_: Any) -> None:
             self._noted.pop(key, None)
 
-        self._noted[key] = (recipe, out._version, weakref.ref(storage, gone))
+        self._noted[key] = (recipe, _reading(out), weakref.ref(storage, gone))
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         recipe = self._recipe(tensor)
@@ -305,3 +321,12 @@ class _Watch(TorchFunctionMode):
 
 def _key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
+
+
+def _reading(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What a window on the same bytes must share: how often they were changed, and their kind."""
+    return tensor._version, tensor.dtype, tensor.is_conj(), tensor.is_neg()
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
