@@ -173,3 +173,67 @@ def test_what_cannot_be_trained() -> None:
     with pytest.raises(InputError, match="scalar"):
         step(torch.ones(3, 2))
     assert all(torch.equal(held[key], value) for key, value in model.state_dict().items())
+
+
+COPIED: dict[str, list[Technique]] = {
+    "blocks": [Checkpointing("residual-1")],
+    "regions": [Checkpointing("residual-2*")],
+    "leaves": [Checkpointing("per-block", schedule=("cheap*2", "lean*2"))],
+    "groups": [Microbatching(4, simulated=True)],
+    "sparse": [Sparsity(0.3)],
+}
+
+
+@pytest.mark.parametrize("kind", COPIED)
+def test_a_copy_of_the_model_is_a_model_of_its_own(kind: str) -> None:
+    """As averages of weights are made; the copied blocks must not run with the original's."""
+    step, (batch, *_) = make("residual", COPIED[kind], "sgd"), batches("residual", 1)
+    step(batch)
+    twin = copy.deepcopy(step.model).eval()
+    before = twin(batch[0])
+    step(batch)
+    assert torch.equal(twin(batch[0]), before)
+    assert not torch.equal(step.model.eval()(batch[0]), before)
+    SMALL["residual"].loss(twin.train(), batch).backward()
+    assert all(p.grad is None for p in step.model.parameters())
+    assert all(p.grad is not None for p in twin.parameters())
+
+
+def test_a_step_is_not_copied() -> None:
+    with pytest.raises(InputError, match="cannot be copied") as raised:
+        copy.deepcopy(make("mlp", [], "sgd"))
+    assert "copy the model" in (raised.value.hint or "")
+
+
+def test_a_step_that_fails_leaves_no_gradients() -> None:
+    failing, calm = (make("mlp", [Microbatching(4)], "sgd") for _ in range(2))
+    (batch,), plain = batches("mlp", 1), failing._setup.run
+    parts = iter((True, False))
+
+    def breaks(part: Any) -> torch.Tensor:
+        if not next(parts, True):
+            raise ValueError("half way")
+        return plain(part)
+
+    failing._setup.run = breaks
+    with pytest.raises(ValueError, match="half way"):
+        failing(batch)
+    assert failing(batch) == calm(batch)
+    for one, other in zip(failing.model.parameters(), calm.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_the_state_of_another_plan_is_refused_whole() -> None:
+    wide, narrow = make("mlp", [], "sgd"), make("mlp", [Precision("fp16")], "sgd", seed=1)
+    before = copy.deepcopy(narrow.model.state_dict())
+    with pytest.raises(InputError, match="has no precision"):
+        narrow.load_state_dict(wide.state_dict())
+    assert all(torch.equal(v, before[k]) for k, v in narrow.model.state_dict().items())
+
+
+def test_a_revision_that_fails_leaves_the_plan_that_was() -> None:
+    step, (batch,) = make("mlp", [Microbatching(4)], "sgd"), batches("mlp", 1)
+    with pytest.raises(InputError):
+        step.revise(Plan.of([Checkpointing("per-block", blocks=("nowhere",), schedule=("keep",))]))
+    assert step.plan.microbatching is not None
+    assert len(list(step._setup.split(batch))) == 2

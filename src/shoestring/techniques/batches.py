@@ -1,8 +1,10 @@
-"""Batches of any nesting: tuples, lists, dicts and mappings that wrap one."""
+"""Batches of any nesting: tuples, lists, dicts of any class, mappings around one, dataclasses."""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
+import enum
 from collections import UserDict
 from collections.abc import Callable
 from typing import Any
@@ -17,13 +19,53 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], batch: Any) ->
     def one(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
             return function(leaf)
-        if isinstance(leaf, UserDict):  # tokenizers return these, and pytree does not open them
+        # Tokenizers, collators and models return these, and pytree does not open them.
+        twin: Any
+        if isinstance(leaf, UserDict):
             twin = copy.copy(leaf)
             twin.data = {key: map_tensors(function, value) for key, value in leaf.data.items()}
+            return twin
+        if isinstance(leaf, dict):
+            twin = copy.copy(leaf)
+            for key, value in leaf.items():
+                twin[key] = map_tensors(function, value)
+            return twin
+        if is_record(leaf):
+            twin = copy.copy(leaf)
+            for field in dataclasses.fields(leaf):
+                mapped = map_tensors(function, getattr(leaf, field.name))
+                object.__setattr__(twin, field.name, mapped)
             return twin
         return leaf
 
     return tree_map(one, batch)
+
+
+def is_record(value: Any) -> bool:
+    """Whether it is an object of a dataclass."""
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def form_of(batch: Any) -> Any:
+    """All of a batch but what its tensors hold: equal forms can take each other's tensors.
+
+    What is neither a collection nor a plain value has a form of its own every time.
+    """
+    if isinstance(batch, torch.Tensor):
+        return tuple(batch.shape), batch.dtype
+    if isinstance(batch, (dict, UserDict)):
+        return type(batch), tuple((key, form_of(value)) for key, value in batch.items())
+    if isinstance(batch, (list, tuple)):
+        return type(batch), tuple(map(form_of, batch))
+    if is_record(batch):
+        fields = dataclasses.fields(batch)
+        return type(batch), tuple(form_of(getattr(batch, field.name)) for field in fields)
+    if batch is None or isinstance(batch, _PLAIN):
+        return type(batch), batch
+    return object()
+
+
+_PLAIN = (bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device)
 
 
 def tensors_of(batch: Any) -> list[torch.Tensor]:

@@ -11,6 +11,7 @@ from torch import nn
 from .graph import Phase, Trace
 
 _NORM_TYPES = (nn.modules.batchnorm._BatchNorm,)
+_SCALING = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
 def is_normalization(module: nn.Module) -> bool:
@@ -24,14 +25,15 @@ def sparsifiable_names(model: nn.Module) -> frozenset[str]:
     A network of convolutions: every convolution but the first; the linear layers stay dense when
     there is one (the classifier), and all but the last are sparse when there are more. Any other
     network: every matrix of a linear layer, embedding or attention. Normalisation and biases
-    never, nor a module with `keep_dense = True`. A tied weight counts once, under its first name.
+    never, nor scales of whatever shape, nor a module with `keep_dense = True`. A tied weight counts
+    once, under its first name.
     """
     convolutions: list[str] = []
     matrices: list[str] = []
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             full = f"{path}.{name}" if path else name
-            if parameter.dim() < 2 or getattr(module, "keep_dense", False):
+            if not _is_matrix(module, parameter) or getattr(module, "keep_dense", False):
                 continue
             if isinstance(module, nn.modules.conv._ConvNd):
                 convolutions.append(full)
@@ -40,6 +42,14 @@ def sparsifiable_names(model: nn.Module) -> frozenset[str]:
     if convolutions:
         return frozenset(convolutions[1:]) | frozenset(matrices[:-1])
     return frozenset(matrices)
+
+
+def _is_matrix(module: nn.Module, parameter: nn.Parameter) -> bool:
+    if isinstance(module, _SCALING):
+        return False
+    if isinstance(module, (nn.Linear, nn.Embedding, nn.EmbeddingBag, nn.modules.conv._ConvNd)):
+        return parameter.dim() >= 2
+    return sum(size > 1 for size in parameter.shape) >= 2  # one number a channel is no matrix
 
 
 def find_blocks(trace: Trace) -> tuple[str, ...]:

@@ -158,6 +158,13 @@ class Step:
     def _compute(
         self, batch: Any, entering: Callable[[Phase], None] = lambda phase: None
     ) -> torch.Tensor:
+        try:
+            return self._computed(batch, entering)
+        except BaseException:  # the next step must not add to what this one left
+            self._setup.optimizer.zero_grad(set_to_none=True)
+            raise
+
+    def _computed(self, batch: Any, entering: Callable[[Phase], None]) -> torch.Tensor:
         setup = self._setup
         total: torch.Tensor | None = None
         for part, weight in setup.split(batch):
@@ -189,9 +196,20 @@ class Step:
             )
         self._base.restore(self._setup)
         new = plan if before.precision is None else replace(plan, precision=None)
-        self._base = _transform(self._setup, replace(new, sparsity=None).techniques)
+        try:
+            self._base = _transform(self._setup, replace(new, sparsity=None).techniques)
+        except BaseException:
+            old = replace(before, sparsity=None, precision=None)
+            self._base = _transform(self._setup, old.techniques)
+            raise
         self.plan = plan
         self._graph = self._runner()
+
+    def __deepcopy__(self, memo: Any) -> Step:
+        raise InputError(
+            "a step cannot be copied: it would go on training the model it was made for",
+            hint="copy the model, and apply the plan to the copy with an optimizer of its own",
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that outlives a step."""
@@ -204,6 +222,11 @@ class Step:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a `state_dict`."""
+        if lacking := [name for name in self._setup.state if name not in state["techniques"]]:
+            raise InputError(
+                f"the state has no {', '.join(lacking)}: a step of another plan saved it",
+                hint="load its 'model' into step.model, and start the optimizer anew",
+            )
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         for name, item in self._setup.state.items():

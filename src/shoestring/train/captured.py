@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
 
+from ..techniques.batches import map_tensors, tensors_of
 from ..techniques.checkpointing.draws import Places, followed_by
 
 
@@ -37,10 +37,8 @@ class CapturedStep:
         Where it was captured before, only what was made since is searched for garbage: to search
         all that Python holds takes longer than the rest.
         """
-        self._batch = tree_map(
-            lambda leaf: leaf.to(device, copy=True) if isinstance(leaf, torch.Tensor) else leaf,
-            batch,
-        )
+        self._batch = map_tensors(lambda tensor: tensor.to(device, copy=True), batch)
+        self._inputs = tensors_of(self._batch)
         self._randomness = _Randomness(device, starts)
         self._graph = torch.cuda.CUDAGraph()
         self._randomness.register(self._graph)
@@ -65,9 +63,8 @@ class CapturedStep:
 
     def __call__(self, batch: Any) -> torch.Tensor:
         """Run the step."""
-        for held, given in zip(tree_leaves(self._batch), tree_leaves(batch), strict=True):
-            if isinstance(held, torch.Tensor):
-                held.copy_(given, non_blocking=True)
+        for held, given in zip(self._inputs, tensors_of(batch), strict=True):
+            held.copy_(given, non_blocking=True)
         with self._randomness.placed():
             self._graph.replay()
         self.replays += 1

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_leaves, tree_map
 
 from ..techniques.base import Setup
+from ..techniques.batches import form_of, map_tensors
 from ..techniques.checkpointing.draws import Starts, followed_by
 from .captured import CapturedStep, default_generator
-from .host import HostState
+from .host import HostState, numbers_of
 from .rates import Rates
 from .streams import rewound_streams, stream_states
 
@@ -60,6 +60,7 @@ class GraphRunner:
         self._setup, self._compute = setup, compute
         self._rates = Rates(setup.optimizer, precision, noisy=noisy)
         self._modules = list(setup.model.modules())
+        self._numbers = [(m.__dict__, name) for m in self._modules for name in numbers_of(m)]
         self._graphs: OrderedDict[Any, CapturedStep] = OrderedDict()
         self._seen: OrderedDict[Any, list[int | None]] = OrderedDict()
         self._program: Any = None
@@ -75,10 +76,10 @@ class GraphRunner:
             return self._run(batch)
 
     def _run(self, batch: Any) -> torch.Tensor:
-        shapes = _shapes(batch)
+        shapes = form_of(batch)
+        self._look()
         if _hooked(self._setup.optimizer):  # a graph would not call them
             return self._eagerly(batch, shapes)
-        self._look()
         graph = self._graphs.get(shapes)
         if graph is None and self.enabled and shapes in self._seen:
             graph = self._capture(batch, shapes)
@@ -130,7 +131,9 @@ class GraphRunner:
         self._seen[shapes] = [None if at is None else at - start for at in starts.found]
         if len(self._seen) > MOST_SHAPES:
             self._seen.popitem(last=False)
-        self._addresses = self._where()  # the first step makes the optimizer's state
+        # The first step makes the optimizer's state. Numbers that steps change are no change here:
+        # the capture says why it cannot be.
+        self._program, self._addresses = self._settings(), self._where()
         return loss
 
     def _capture(self, batch: Any, shapes: Any) -> CapturedStep | None:
@@ -171,10 +174,11 @@ class GraphRunner:
             for group in self._setup.optimizer.param_groups
         )
         trained = tuple(
-            (m.training, *(p.requires_grad for p in m._parameters.values() if p is not None))
-            for m in self._modules
+            p.requires_grad for m in self._modules for p in m._parameters.values() if p is not None
         )
-        return numbers, trained
+        own = tuple(held.get(name) for held, name in self._numbers)
+        hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in self._modules)
+        return numbers, trained, own, hooks
 
     def _where(self) -> tuple[int, ...]:
         """The addresses of everything that outlives a step."""
@@ -182,13 +186,6 @@ class GraphRunner:
         for state in self._setup.optimizer.state.values():
             held += [value for value in state.values() if isinstance(value, torch.Tensor)]
         return tuple(tensor.data_ptr() for tensor in held if tensor is not None)
-
-
-def _shapes(batch: Any) -> Any:
-    return tuple(
-        (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf)
-        for leaf in tree_leaves(batch)
-    )
 
 
 def _constant(value: Any) -> Any:
@@ -204,4 +201,4 @@ def _hooked(optimizer: torch.optim.Optimizer) -> bool:
 
 def on_device(device: torch.device, batch: Any) -> Any:
     """The batch with its tensors there."""
-    return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, batch)
+    return map_tensors(lambda tensor: tensor.to(device), batch)

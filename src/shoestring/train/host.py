@@ -19,7 +19,7 @@ class HostState:
 
     def __init__(self, setup: Setup, modules: list[nn.Module]) -> None:
         self._optimizer = setup.optimizer
-        self._modules = [(m, _numbers(m), dict(m._parameters), dict(m._buffers)) for m in modules]
+        self._modules = [(m, numbers_of(m), dict(m._parameters), dict(m._buffers)) for m in modules]
         self._gradients = [(p, p.grad) for p in setup.model.parameters()]
         self._groups = [dict(group) for group in setup.optimizer.param_groups]
         self._state = {p: dict(state) for p, state in setup.optimizer.state.items()}
@@ -28,7 +28,7 @@ class HostState:
         """What is not as it was, in words."""
         for module, numbers, parameters, buffers in self._modules:
             for was, now in (
-                (numbers, _numbers(module)),
+                (numbers, numbers_of(module)),
                 (parameters, module._parameters),
                 (buffers, module._buffers),
             ):
@@ -66,7 +66,8 @@ def _refill(now: Any, was: Any) -> None:
     now.update(was)
 
 
-def _numbers(module: nn.Module) -> dict[str, Any]:
+def numbers_of(module: nn.Module) -> dict[str, Any]:
+    """What it holds as plain numbers: rates, temperatures, whether it trains."""
     return {k: v for k, v in module.__dict__.items() if type(v) in (int, float, bool)}
 
 

@@ -331,3 +331,24 @@ def test_counted_lean_blocks_hold_less_than_cheap_ones() -> None:
     keep, cheap, lean = (counted(f"{leaf}*3") for leaf in ("keep", "cheap", "lean"))
     assert lean[0] < cheap[0] < keep[0]
     assert lean[1] > cheap[1] > keep[1] == 0
+
+
+@pytest.mark.filterwarnings("ignore::shoestring.errors.NoEffectWarning")
+@pytest.mark.parametrize("schedule", ["no-bn", "cheap*3", "[keep]*3", "[cheap*3]"])
+def test_running_statistics_move_once(schedule: str) -> None:
+    class Normalised(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(32, 32, 1)
+            self.norm = nn.InstanceNorm2d(32, affine=True, track_running_stats=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + F.relu(cast(Tensor, self.norm(self.conv(x))))
+
+    model, batch = model_of(Normalised)
+    ours = copy.deepcopy(model)
+    loss(model, batch).backward()
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
+    apply([Checkpointing.parse(schedule)], ours, optimizer, loss=loss)(batch)
+    for (name, plain), found in zip(model.named_buffers(), ours.buffers(), strict=True):
+        assert torch.equal(plain, found), name

@@ -321,3 +321,30 @@ def test_sparse_weights_that_are_rewired_learn_in_16_bits_too(name, optimizer):
     sparsity = Sparsity(0.5, rewire_fraction=0.05, schedule=((1000, 3),))
     start, wide = (trained("fp32", name, optimizer, steps, sparsity) for steps in (1, 25))
     assert abs(trained("fp16", name, optimizer, 25, sparsity) - wide) < 0.04 * start
+
+
+@pytest.mark.parametrize("kind", ["fp16", "bf16"])
+@pytest.mark.parametrize("optimizer", ["adam", "amsgrad", "adamw", "sgd"])
+def test_a_parameter_that_is_one_number_is_trained_too(optimizer, kind):
+    class Scaled(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = torch.nn.Linear(16, 4)
+            self.scale = torch.nn.Parameter(torch.tensor(1.0))
+
+        def forward(self, x):
+            return self.linear(x) * self.scale
+
+    torch.manual_seed(0)
+    wide, batch = Scaled(), torch.randn(12, 16)
+    narrow = copy.deepcopy(wide)
+    for model, techniques in ((wide, ()), (narrow, (Precision(kind),))):
+        made = OPTIMIZERS[optimizer](model.parameters())
+        step = make_step(model, made, lambda m, b: m(b).float().square().mean(), *techniques)
+        for _ in range(5):
+            step(batch)
+        step.load_state_dict(step.state_dict())
+        step(batch)
+    assert narrow.scale.dim() == 0
+    assert narrow.scale.item() == pytest.approx(wide.scale.item(), abs=0.02)
+    assert narrow.scale.item() != 1

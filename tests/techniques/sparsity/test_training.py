@@ -276,3 +276,22 @@ def test_a_state_goes_on_exactly(optimizer: str) -> None:
     for name, expected in one.model.state_dict().items():
         assert torch.equal(two.model.state_dict()[name], expected)
     assert one._setup.state["sparsity"].rewirings == two._setup.state["sparsity"].rewirings == 4
+
+
+def test_scales_and_normalisations_stay_dense() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(4, 1, 1))
+            self.first = nn.Parameter(torch.zeros(1, 1, 8))
+            self.table = nn.Parameter(torch.zeros(1, 9, 8))
+
+    def linear() -> nn.Module:
+        return nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
+
+    model = nn.Sequential(
+        nn.Linear(8, 1), nn.LayerNorm([4, 8]), nn.GroupNorm(2, 4), Scaled(), linear()
+    )
+    assert sparsifiable_names(model) == {
+        "0.weight", "3.table", "4.parametrizations.weight.original1",
+    }  # fmt: skip

@@ -20,7 +20,6 @@ from types import TracebackType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
@@ -99,9 +98,8 @@ class _Recipe:
         if self.made is not None:
             return self.made
         with torch.no_grad(), self.cast:
-            args, kwargs = tuple(map(_resolved, self.args)), self.kwargs
-            if self.func is F.batch_norm:
-                args, kwargs = without_statistics(args, kwargs)
+            resolved = tuple(map(_resolved, self.args))
+            args, kwargs = without_statistics(self.func, resolved, self.kwargs)
             made = self.func(*args, **kwargs)
         assert isinstance(made, torch.Tensor)
         if self.readers:

@@ -93,7 +93,7 @@ class _keeping(TorchFunctionMode):
 
 
 class frozen_statistics(TorchFunctionMode):
-    """BatchNorm runs as in the first pass and writes its running statistics to nowhere.
+    """Normalisations run as in the first pass and write their running statistics to nowhere.
 
     In training they are written, not read, so a tensor of their shape stands in for them. Marked
     functions return what they returned in the first pass.
@@ -105,7 +105,7 @@ class frozen_statistics(TorchFunctionMode):
         self._counters = {
             id(m.num_batches_tracked)
             for m in model.modules()
-            if isinstance(m, nn.modules.batchnorm._BatchNorm)
+            if isinstance(m, nn.modules.batchnorm._NormBase) and m.num_batches_tracked is not None
         }
 
     def __torch_function__(
@@ -116,16 +116,16 @@ class frozen_statistics(TorchFunctionMode):
             return next(self._kept)
         if func is torch.Tensor.add_ and id(args[0]) in self._counters:
             return args[0]
-        if func is F.batch_norm:
-            args, kwargs = without_statistics(args, kwargs)
+        args, kwargs = without_statistics(func, args, kwargs)
         return func(*args, **kwargs)
 
 
 def without_statistics(
-    args: Sequence[Any], kwargs: dict[str, Any]
+    func: Any, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of `F.batch_norm` with which it leaves the running statistics alone."""
-    if not kwargs.get("training", args[5] if len(args) > 5 else False):
+    """Arguments with which a normalisation leaves its running statistics alone."""
+    name, default = _FROM_THE_BATCH.get(func, ("", False))
+    if not kwargs.get(name, args[5] if name and len(args) > 5 else default):
         return tuple(args), kwargs
     return (
         tuple(_stand_in(a) if i in (1, 2) else a for i, a in enumerate(args)),
@@ -133,6 +133,8 @@ def without_statistics(
     )
 
 
+_FROM_THE_BATCH = {F.batch_norm: ("training", False), F.instance_norm: ("use_input_stats", True)}
+"""The sixth argument says that the batch's own statistics are taken, and the running ones moved."""
 _RUNNING = ("running_mean", "running_var")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -81,13 +82,14 @@ def leaf(forward: Callable[..., Any], option: str) -> Callable[..., Any]:
     if option == "keep":
         return forward
 
-    def deferred(*args: Any, **kwargs: Any) -> Any:
-        with Recipes(wide=option == "lean") as recipes:
-            out = forward(*args, **kwargs)
-            recipes.hand_over(out)
-            return out
+    return partial(_deferred, forward, option == "lean")
 
-    return deferred
+
+def _deferred(forward: Callable[..., Any], wide: bool, *args: Any, **kwargs: Any) -> Any:
+    with Recipes(wide=wide) as recipes:
+        out = forward(*args, **kwargs)
+        recipes.hand_over(out)
+        return out
 
 
 class Pending:
@@ -176,7 +178,8 @@ def wrap_blocks(
             continue
         held = _Region(model, blocks, item)
         for position, block in enumerate(blocks):
-            _replace(block, block.forward, _member(held, position, len(blocks)))
+            last = position == len(blocks) - 1
+            _replace(block, block.forward, partial(_member, held, position, last))
         wrapped += blocks
 
     def undo() -> None:
@@ -204,28 +207,33 @@ def _stack(path: str, modules: dict[str, nn.Module]) -> str:
     return above.rpartition(".")[0] if isinstance(modules[above], nn.Sequential) else above
 
 
-def _member(held: _Region, position: int, count: int) -> Callable[..., Any]:
+# Partial functions, not closures: a copy of the model has its own blocks in them.
+
+
+def _member(held: _Region, position: int, last: bool, *args: Any, **kwargs: Any) -> Any:
     """The forward of one block of a region."""
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if position and args and isinstance(args[0], Pending):
-            pending = args[0].followed_by(args[1:], kwargs)
-        else:
-            pending = Pending(held, position, [(_real(args), kwargs)])
-        return pending.value() if position == count - 1 else pending
-
-    return forward
+    if position and args and isinstance(args[0], Pending):
+        pending = args[0].followed_by(args[1:], kwargs)
+    else:
+        pending = Pending(held, position, [(_real(args), kwargs)])
+    return pending.value() if last else pending
 
 
 def _replace(block: nn.Module, plain: Callable[..., Any], training: Callable[..., Any]) -> None:
     """Another forward for training; without gradients, and in evaluation, its own."""
+    block.forward = partial(_either, block, plain, training)
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled() and block.training:
-            return training(*args, **kwargs)
-        return plain(*_real(args), **kwargs)
 
-    block.forward = forward
+def _either(
+    block: nn.Module,
+    plain: Callable[..., Any],
+    training: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    if torch.is_grad_enabled() and block.training:
+        return training(*args, **kwargs)
+    return plain(*_real(args), **kwargs)
 
 
 def _real(args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -8,6 +8,7 @@ A forward that can take all groups at once says so by `in_groups`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,23 +49,8 @@ class GroupedNormalization:
         plain: Callable[..., Any] = module.forward
         in_groups = getattr(plain, "in_groups", None)
 
-        def forward(x: torch.Tensor) -> Any:
-            examples = self._examples
-            if not module.training or examples is None or examples <= self._size:
-                return plain(x)
-            if x.shape[0] % examples:
-                raise InputError(
-                    f"{path} sees {x.shape[0]} rows of {examples} examples",
-                    hint="simulated microbatches need as many rows from every example",
-                )
-            rows = self._size * (x.shape[0] // examples)
-            if in_groups is not None and x.shape[0] % rows == 0:
-                made = in_groups(x, x.shape[0] // rows)
-                if made is not None:
-                    return made
-            return torch.cat([plain(group) for group in x.split(rows)])
-
-        module.forward = forward
+        # A partial function, not a closure: a copy of the model has its own modules in it.
+        module.forward = partial(self._forward, path, module, plain, in_groups)
 
         def undo() -> None:
             if own is None:
@@ -73,3 +59,26 @@ class GroupedNormalization:
                 module.forward = own
 
         return undo
+
+    def _forward(
+        self,
+        path: str,
+        module: nn.Module,
+        plain: Callable[..., Any],
+        in_groups: Callable[..., Any] | None,
+        x: torch.Tensor,
+    ) -> Any:
+        examples = self._examples
+        if not module.training or examples is None or examples <= self._size:
+            return plain(x)
+        if x.shape[0] % examples:
+            raise InputError(
+                f"{path} sees {x.shape[0]} rows of {examples} examples",
+                hint="simulated microbatches need as many rows from every example",
+            )
+        rows = self._size * (x.shape[0] // examples)
+        if in_groups is not None and x.shape[0] % rows == 0:
+            made = in_groups(x, x.shape[0] // rows)
+            if made is not None:
+                return made
+        return torch.cat([plain(group) for group in x.split(rows)])

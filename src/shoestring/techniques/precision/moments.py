@@ -31,9 +31,13 @@ def exponents_for(tops: torch.Tensor) -> torch.Tensor:
     return (15 - torch.frexp(tops)[1]).clamp_(-120, 120)
 
 
-def is_moment(value: Any) -> bool:
-    """A state tensor, and not a counter."""
-    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() > 0
+COUNTERS = frozenset({"step", "mu_product", "eta", "mu"})
+
+
+def is_moment(key: str, value: Any) -> bool:
+    """A state tensor, and not a counter; a parameter that is one number has moments like it."""
+    floating = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return floating and key not in COUNTERS
 
 
 class Storage:

@@ -189,7 +189,7 @@ class Update:
             keys = tuple(
                 key
                 for key, value in state.items()
-                if is_moment(value) and value.shape == parameter.shape and SUFFIX not in key
+                if is_moment(key, value) and value.shape == parameter.shape and SUFFIX not in key
             )
             listed.append((group, keys, parameter, self._rows(parameter)))
         return list(blocks(listed, self._elements if self._elementwise else 0))
@@ -272,7 +272,7 @@ class Update:
                 made[key] = value
                 continue
             value = value.to(parameter.device, copy=True)
-            if not is_moment(value) or value.dtype is parameter.dtype:
+            if not is_moment(key, value) or value.dtype is parameter.dtype:
                 made[key] = value
             elif SUFFIX in key:
                 made[key] = cast(value, parameter.dtype)
