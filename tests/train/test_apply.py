@@ -173,6 +173,8 @@ def test_what_cannot_be_trained() -> None:
     with pytest.raises(InputError, match="scalar"):
         step(torch.ones(3, 2))
     assert all(torch.equal(held[key], value) for key, value in model.state_dict().items())
+    with pytest.raises(InputError, match="runs the loss by itself"):
+        apply([], model, torch.optim.LBFGS(model.parameters()), loss=lambda m, b: m(b).sum())
 
 
 COPIED: dict[str, list[Technique]] = {
