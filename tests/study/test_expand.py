@@ -1,9 +1,11 @@
 """Files → jobs: grids, searches in stages, and which runs are the same."""
 
 import math
+import sys
 
 import pytest
 
+from shoestring.cli import main
 from shoestring.errors import InputError
 from shoestring.study.expand import Job, expand
 from shoestring.study.spec import load
@@ -14,6 +16,7 @@ trials = 2
 model = "wrn-10-1"
 data = "digits"
 """
+SEARCH = "[[search]]\nover = {lr = [0.1, 0.2]}"
 SEARCHED = (
     BASE
     + """
@@ -120,17 +123,64 @@ def test_a_fast_equivalent_trains_one_thing_and_shows_another(study):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[[grid]]\ndensty = 0.5", r"\[grid\] has no setting 'densty'"),
+        ("[[grid]]\ndensty = 0.5", r"\[\[grid\]\] has no setting 'densty'"),
         ("[[grid]]\nout = 'x'", "has no setting 'out'"),
         ("[[grid]]\nstands_for = {chekpoint = 'no-bn'}", "has no setting 'chekpoint'"),
         ("[[search]]\nover = {lr = 0.1}", "a search is over lists"),
         ("[[figure]]\nx = 'density'", "a figure needs a name"),
         ("[extra]", "a study has no setting 'extra'"),
+        ("[grid]\ndensity = 0.5", "grid must be a list of tables, not {'density': 0.5}"),
+        ("[[grid]]\nlabels = 'x'", r"\[\[grid\]\] labels must be a table, not 'x'"),
+        ("[[grid]]\nstands_for = 3", "stands_for must be a table, not 3"),
+        ("[[grid]]\ndensity = [0.5, 'x']", "density must be a number or a list of numbers"),
+        ("epochs = '3'", r"\[base\] epochs must be a whole number, not '3'"),
+        ("density = [1.0, 0.5]", r"\[base\] density must be a number, not \[1.0, 0.5\]"),
+        ("[[target]]\nwhere = 3", r"\[\[target\]\] where must be a table, not 3"),
+        ("[[target]]\nscore = 'x'", r"\[\[target\]\] score must be a number, not 'x'"),
+        ("[[target]]\nwhere = {densty = 1}", "where names 'densty', which is no setting"),
+        ("[baseline]\ndensty = 1", "baseline names 'densty', which is no setting"),
+        ("[[figure]]\nname = 'a'\nseries = 'densty'", "series names 'densty', which is no"),
+        ("[[figure]]\nname = 'a'\nkind = 'pies'", "unknown figure 'pies'"),
+        (f"{SEARCH}\nper = ['densty']", "per names 'densty', which is no setting of this study"),
+        (f"{SEARCH}\nper = 'model'", "per must be a list of texts, not 'model'"),
+        (f"{SEARCH}\nonly = {{densty = 1}}", "only names 'densty', which is no setting"),
+        (f"{SEARCH}\nonly = 3", "only must be a table, not 3"),
+        (f"{SEARCH}\nseeds = 3", r"\[\[search\]\] seeds must be a list of whole numbers, not 3"),
     ],
 )
 def test_what_a_file_cannot_say_is_named(study, text, message):
     with pytest.raises(InputError, match=message):
         study(BASE + text)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("seeds = 3", "seeds must be a list of whole numbers, not 3"),
+        ("seeds = [true]", "seeds must be a list of whole numbers"),
+        ("trials = '3'", "trials must be a whole number, not '3'"),
+        ("trials = 0", "trials 0 is below 1"),
+        ("base = 3", "base must be a table, not 3"),
+        ("columns = 3", "columns must be a list of texts, not 3"),
+        ("columns = 'n'", "columns must be a list of texts, not 'n'"),
+        ("name = 3", "name must be a text, not 3"),
+        ("profile = 'no'", "profile must be true or false, not 'no'"),
+    ],
+)
+def test_a_value_of_another_kind_is_named(study, text, message):
+    with pytest.raises(InputError, match=message):
+        study(text)
+
+
+def test_a_mistake_ends_before_anything_is_written(tmp_path, monkeypatch, capsys):
+    file, out = tmp_path / "a.toml", tmp_path / "out"
+    file.write_text(BASE + "[grid]\ndensity = 0.5")
+    monkeypatch.setattr("warnings.showwarning", lambda *args, **kwargs: None)
+    monkeypatch.setattr(sys, "argv", ["shoestring", "study", str(file), "--out", str(out)])
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert left.value.code == 2 and not out.exists()
+    assert capsys.readouterr().err.endswith("hint: [[grid]] in place of [grid]\n")
 
 
 def test_a_file_that_is_none(tmp_path, study):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from ..errors import InputError
+from .kinds import at_least_one, check, known, named, or_list
 
 Values = dict[str, Any]
 
@@ -23,8 +23,29 @@ PROFILED = frozenset(
 )
 TECHNIQUES = ("sparsity", "precision", "checkpointing", "microbatching")
 KINDS = ("train", "profile")
-_OWN = ("labels", "stands_for")
+FIGURES = ("line", "front", "pie")
+_OWN = {"labels": dict, "stands_for": dict}
 """Tables a grid may have besides settings: words for a table, and what a fast run stands for."""
+_STUDY = {
+    **dict.fromkeys(("name", "title", "source", "notes", "kind", "score", "score_label"), str),
+    **dict.fromkeys(("trials", "threads"), int),
+    **dict.fromkeys(("profile", "measure"), bool),
+    **dict.fromkeys(("base", "baseline"), dict),
+    **dict.fromkeys(("grid", "search", "target", "figure"), list[dict]),
+    "seeds": list[int],
+    "columns": list[str],
+}
+_SEARCH = {
+    **dict.fromkeys(("over", "using", "only"), dict),
+    "per": list[str],
+    "trials": int,
+    "seeds": list[int],
+}
+_FIGURE = {
+    **dict.fromkeys(("name", "x", "y", "kind", "title"), str),
+    "series": str | list[str],
+    "log_x": bool,
+}
 
 
 @dataclass(frozen=True)
@@ -114,19 +135,27 @@ def load(path: str | Path) -> Study:
 
 def from_values(given: Values, text: str, name: str) -> Study:
     """A study from the tables of its file."""
-    plain = {"name", "title", "source", "notes", "kind", "trials", "seeds", "score", "score_label"}
-    tables = {"base", "grid", "search", "baseline", "target", "figure", "columns"}
-    _known(given, plain | tables | {"profile", "measure", "threads"}, "a study")
+    known(given, _STUDY, "a study")
+    check(given, _STUDY)
     kind = given.get("kind", "train")
     if kind not in KINDS:
         raise InputError(f"unknown kind {kind!r}", hint="one of " + ", ".join(KINDS))
-    base = _settings(given.get("base", {}), kind, "base")
-    grids = tuple(_settings(grid, kind, "grid") for grid in given.get("grid", [{}]))
+    base = _settings(given.get("base", {}), kind, "[base]")
+    grids = tuple(_settings(grid, kind, "[[grid]]", lists=True) for grid in given.get("grid", [{}]))
     seeds = _seeds(given, (0,))
     for grid in grids:
         needed = ("model", "data") if kind == "train" else ("model",)
         for missing in (n for n in needed if n not in {**base, **grid}):
             raise InputError(f"no {missing} is given", hint=f"{missing} = … in [base] or [[grid]]")
+    settled = {name for point in (base, *grids) for name in point if name not in _OWN}
+    searches = tuple(_search(s, seeds, settled) for s in given.get("search", []))
+    shown = {
+        *settled,
+        *(name for point in (base, *grids) for own in _OWN for name in point.get(own, {})),
+        *(name for search in searches for name in search.over),
+    }
+    baseline = _flat(given["baseline"]) if "baseline" in given else None
+    named(baseline or (), shown, "baseline")
     return Study(
         name=given.get("name", name),
         title=given.get("title") or given.get("name", name),
@@ -138,14 +167,14 @@ def from_values(given: Values, text: str, name: str) -> Study:
         score_label=given.get("score_label", "accuracy (%)"),
         base=base,
         grids=grids,
-        searches=tuple(_search(s, seeds) for s in given.get("search", [])),
-        baseline=_flat(given["baseline"]) if "baseline" in given else None,
-        targets=tuple(_target(t) for t in given.get("target", [])),
-        figures=tuple(_figure(f) for f in given.get("figure", [])),
+        searches=searches,
+        baseline=baseline,
+        targets=tuple(_target(t, shown) for t in given.get("target", [])),
+        figures=tuple(_figure(f, shown) for f in given.get("figure", [])),
         columns=tuple(given["columns"]) if "columns" in given else None,
         profile=given.get("profile", True),
         measure=given.get("measure", True),
-        threads=given.get("threads", 1),
+        threads=at_least_one("threads", given.get("threads", 1)),
         text=text,
     )
 
@@ -159,17 +188,22 @@ def trained() -> frozenset[str]:
     return frozenset(flags.get(name, name) for name in names)
 
 
-def _settings(given: Mapping[str, Any], kind: str, where: str) -> Values:
+def _settings(given: Mapping[str, Any], kind: str, where: str, *, lists: bool = False) -> Values:
+    """Settings as names without tables; with `lists` each may have several values."""
+    from ..train.command import Call
+
     own = {name: given[name] for name in _OWN if name in given}
+    check(own, _OWN, where)
     flat = _flat({name: value for name, value in given.items() if name not in _OWN})
-    known = trained() if kind == "train" else PROFILED
-    for settings in (flat, _flat(own.get("stands_for", {}))):
-        for name in settings:
-            if name.partition(".")[0] not in TECHNIQUES:
-                _known([name], known, f"[{where}]")
-    if "stands_for" in own:
-        own["stands_for"] = _flat(own["stands_for"])
-    return {**flat, **own}
+    real = _flat(own.get("stands_for", {}))
+    kinds = {name: one for name, one in get_type_hints(Call).items() if name != "changes"}
+    kinds |= {flag: kinds[argument] for flag, argument in FLAGS.items()}
+    several = {name: or_list(one) for name, one in kinds.items()} if lists else kinds
+    for settings, allowed in ((flat, several), (real, kinds)):
+        flags = [n for n in settings if not n.startswith(tuple(f"{t}." for t in TECHNIQUES))]
+        known(flags, trained() if kind == "train" else PROFILED, where)
+        check(settings, allowed, where)
+    return {**flat, **own, **({"stands_for": real} if "stands_for" in own else {})}
 
 
 def _flat(table: Mapping[str, Any], before: str = "") -> Values:
@@ -183,42 +217,47 @@ def _flat(table: Mapping[str, Any], before: str = "") -> Values:
     return found
 
 
-def _search(given: Values, seeds: tuple[int, ...]) -> Search:
-    _known(given, {"over", "per", "using", "only", "trials", "seeds"}, "[[search]]")
-    over = _settings(given.get("over", {}), "train", "search.over")
+def _search(given: Values, seeds: tuple[int, ...], settled: set[str]) -> Search:
+    known(given, _SEARCH, "[[search]]")
+    check(given, _SEARCH, "[[search]]")
+    over = _settings(given.get("over", {}), "train", "search.over", lists=True)
     if not over or not all(isinstance(values, list) for values in over.values()):
         raise InputError("a search is over lists of values", hint="over = {lr = [0.05, 0.1]}")
+    only = _flat(given.get("only", {}))
+    named(given.get("per", ()), settled, "[[search]] per")
+    named(only, settled, "[[search]] only")
     return Search(
         over=over,
         per=tuple(given.get("per", ())),
         using=_settings(given.get("using", {}), "train", "search.using"),
-        only=_flat(given.get("only", {})),
+        only=only,
         seeds=_seeds(given, seeds),
     )
 
 
-def _target(given: Values) -> Target:
-    rest = {name: value for name, value in given.items() if name != "where"}
-    return Target(_flat(given.get("where", {})), _flat(rest))
+def _target(given: Values, shown: set[str]) -> Target:
+    check(given, {"where": dict}, "[[target]]")
+    where = _flat(given.get("where", {}))
+    named(where, shown, "[[target]] where")
+    found = _flat({name: value for name, value in given.items() if name != "where"})
+    check(found, {name: float for name in found if name not in shown}, "[[target]]")
+    return Target(where, found)
 
 
-def _figure(given: Values) -> Figure:
-    _known(given, {f.name for f in fields(Figure)}, "[[figure]]")
+def _figure(given: Values, shown: set[str]) -> Figure:
+    known(given, _FIGURE, "[[figure]]")
+    check(given, _FIGURE, "[[figure]]")
     if "name" not in given:
         raise InputError("a figure needs a name", hint='name = "accuracy-vs-density"')
+    if given.get("kind", "line") not in FIGURES:
+        raise InputError(f"unknown figure {given['kind']!r}", hint="one of " + ", ".join(FIGURES))
     series = given.get("series", ())
-    return Figure(**{**given, "series": (series,) if isinstance(series, str) else tuple(series)})
+    series = (series,) if isinstance(series, str) else tuple(series)
+    named(series, shown, "[[figure]] series")
+    return Figure(**{**given, "series": series})
 
 
 def _seeds(given: Values, default: tuple[int, ...]) -> tuple[int, ...]:
     if "seeds" in given:
         return tuple(given["seeds"])
-    return tuple(range(given["trials"])) if "trials" in given else default
-
-
-def _known(names: Iterable[str], known: Iterable[str], where: str) -> None:
-    for name in names:
-        if name not in known:
-            close = difflib.get_close_matches(name, sorted(known), n=1)
-            hint = f"did you mean {close[0]}?" if close else "one of " + ", ".join(sorted(known))
-            raise InputError(f"{where} has no setting {name!r}", hint=hint)
+    return tuple(range(at_least_one("trials", given["trials"]))) if "trials" in given else default
