@@ -10,10 +10,14 @@ import time
 import pytest
 from studies import FAILED, JOBS, ONE, context, records, study_process
 
+from shoestring.cli import main
 from shoestring.errors import InputError
 from shoestring.records.run import read
-from shoestring.study.command import run_study
-from shoestring.study.execute import FAILURE, Place
+from shoestring.study.command import Summary, run_study
+from shoestring.study.execute import FAILURE, Place, arguments
+from shoestring.study.expand import expand
+from shoestring.study.spec import load
+from shoestring.train.command import Call, start
 
 CPU = Place(device="cpu")
 
@@ -24,7 +28,7 @@ def test_killed_and_resumed_every_run_is_there_once(tiny):
     found = records(tiny)
     failed = {path.parent.name for path in tiny.glob(f"runs/*/{FAILURE}")}
     assert len(list(tiny.glob("runs/*"))) == JOBS and len(failed) == FAILED
-    assert not list(tiny.glob("runs/*/snapshot-*.pt"))
+    assert {path.parent.name for path in tiny.glob("runs/*/snapshot-*.pt")} <= failed
     for name, events in found.items():
         kinds = [event["event"] for event in events]
         if name not in failed:
@@ -84,6 +88,33 @@ def test_what_is_done_is_not_done_again_and_a_changed_study_goes_on(tmp_path):
     assert failure.stat().st_mtime_ns == stamp, "a failed run is not tried again unasked"
     assert run_study(file, out, resume=True, retry_failed=True, place=CPU).failed == 1
     assert failure.stat().st_mtime_ns != stamp
+
+
+def test_a_failed_run_keeps_its_snapshot_and_goes_on_from_it(tmp_path):
+    file, out = tmp_path / "one.toml", tmp_path / "out"
+    file.write_text("profile = false\n" + ONE)
+    (job,) = expand(load(file), lambda job: None).jobs
+    folder = out / "runs" / job.name
+    start(Call(**arguments(job.settings), device="cpu", out=str(folder), stop_after="4 steps"))
+    assert run_study(file, out, place=Place(device="nowhere")).failed == 1
+    assert list(folder.glob("snapshot-*.pt"))
+    assert run_study(file, out, resume=True, retry_failed=True, place=CPU).failed == 0
+    resumed = [event["step"] for event in read(folder) if event["event"] == "resume"]
+    assert resumed == [4] and read(folder)[-1]["event"] == "end"
+    assert not list(folder.glob("snapshot-*.pt"))
+
+
+@pytest.mark.parametrize(("failed", "status"), [(0, 0), (1, 1)])
+def test_the_exit_status_says_whether_a_run_failed(monkeypatch, capsys, failed, status):
+    monkeypatch.setattr(
+        "shoestring.study.command.run_study", lambda *_, **__: Summary("a", 3, failed)
+    )
+    monkeypatch.setattr("warnings.showwarning", lambda *args, **kwargs: None)
+    monkeypatch.setattr(sys, "argv", ["shoestring", "study", "a.toml", "--json"])
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert left.value.code == status
+    assert json.loads(capsys.readouterr().out)["failed"] == failed
 
 
 def test_a_part_of_a_study_now_and_the_rest_another_time(tmp_path):

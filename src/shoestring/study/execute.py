@@ -58,16 +58,36 @@ class Outcome:
 
 def outcome(job: Job, folder: Path) -> Outcome | None:
     """What a job's folder says; None where it has not ended."""
-    failure = folder / FAILURE
-    if failure.exists():
-        return Outcome(job, folder, (), json.loads(failure.read_text(encoding="utf-8"))["error"])
+    error = failure(folder)
+    if error is not None:
+        return Outcome(job, folder, (), error)
     if not (folder / FILE).exists():
         return None
     try:
-        events = read(folder)
+        events = recorded(folder / FILE)
     except InputError:  # a line that was being written when the process was killed
         return None
     return Outcome(job, folder, tuple(events)) if events and events[-1]["event"] == "end" else None
+
+
+def recorded(file: Path) -> list[Event]:
+    """The events of a run's file; InputError where it is somebody else's."""
+    events = read(file)
+    for number, event in enumerate(events, start=1):
+        if not isinstance(event, dict) or "event" not in event:
+            raise InputError(f"{file}, line {number} is no event")
+    return events
+
+
+def failure(folder: Path) -> str | None:
+    """The error a job left."""
+    file = folder / FAILURE
+    if not file.exists():
+        return None
+    try:
+        return str(json.loads(file.read_text(encoding="utf-8"))["error"])
+    except (ValueError, TypeError, LookupError):
+        raise InputError(f"{file} is not of shoestring study") from None
 
 
 def execute(job: Job, folder: Path, place: Place) -> None:
@@ -88,8 +108,8 @@ def execute(job: Job, folder: Path, place: Place) -> None:
         fail(folder, error)
     except Exception as error:
         fail(folder, error)
-    if not place.keep_snapshots:
-        for path in snapshot.found(folder):
+    else:  # one that failed goes on from its snapshot when the cause is gone
+        for path in () if place.keep_snapshots else snapshot.found(folder):
             path.unlink(missing_ok=True)
 
 

@@ -72,6 +72,8 @@ def study(
         place=Place(device=device, data_dir=data_dir, keep_snapshots=keep_snapshots),
     )
     typer.echo(json.dumps(result.as_dict()) if as_json else str(result))
+    if result.failed:
+        raise typer.Exit(1)
 
 
 def report(
