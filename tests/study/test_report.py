@@ -79,6 +79,7 @@ def test_tables_say_n_and_what_is_not_the_real_thing(made):
     text = (made.folder / "tables.md").read_text()
     assert "(n = 2) * | 90.00 ± 0.50 |" in text
     assert "trained by a fast equivalent (simulated = True)" in text
+    assert f"{FAILED} runs failed." in text and "not ended" not in text
     assert "Pareto-optimal settings" in text and "The best within equal memory" in text
     assert "Chosen on the validation split" in text
     latex = (made.folder / "tables.tex").read_text()
@@ -150,6 +151,9 @@ def test_a_study_that_has_not_begun_is_reported(tmp_path):
     made = report(tmp_path)
     assert "22 runs have not ended yet" in made.text
     assert (tmp_path / "report" / "cifar10.png").exists()
+    search = "[[search]]\nover = {lr = [0.1, 0.2]}\n"
+    (tmp_path / "study.toml").write_text(spec.read_text() + search)
+    assert report(tmp_path).results.rows == (), "there are none before the search has ended"
 
 
 def test_the_tables_of_results_come_from_their_records(tmp_path):

@@ -40,6 +40,9 @@ class Report:
                 for number, row in enumerate(self.results.rows)
             ],
             "chosen": [{**choice.where, **choice.values} for choice in self.results.choices],
+            "failed": self.results.failed,
+            "missing": self.results.missing,
+            "passed_over": list(self.results.passed_over),
             "best": None if self.best is None else dict(self.best.settings),
         }
 

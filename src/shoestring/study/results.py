@@ -9,15 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
-from ..records.run import FILE, read
 from .command import SPEC, Folder
 from .execute import Outcome
-from .expand import Choice, Job, expand, matches
+from .expand import Choice, expand, matches
+from .loose import SCORES, collect
 from .spec import Study, Target, Values, from_values, load
 from .statistics import Sample, best_within, pareto_front, sample
-
-OTHERS = ("seed", "split", "evaluate_every", "evaluation_batch")
-"""Settings of a recorded run that do not make it another row."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +52,13 @@ class Results:
     """Of every run, by its name."""
     missing: int
     """Runs that have not ended yet."""
+    passed_over: tuple[str, ...] = ()
+    """Files that cannot be read, and why."""
+
+    @property
+    def failed(self) -> int:
+        """Runs that ended with an error."""
+        return sum(found.error is not None for found in self.outcomes.values())
 
     @property
     def varied(self) -> tuple[str, ...]:
@@ -123,46 +127,21 @@ def load_results(path: str | Path) -> Results:
 
 
 def _loose(where: Path) -> Results:
-    """Runs without a study: those with equal settings but for the seed are one row."""
-    files = sorted(where.glob(f"**/{FILE}"))
-    if not files:
-        raise InputError(
-            f"there are no runs in {where}", hint="a folder of shoestring study or shoestring train"
-        )
-    name = where.absolute().name
-    study = from_values({"base": {"model": "-", "data": "-"}}, "", name)
-    outcomes: dict[str, Outcome] = {}
-    groups: dict[str, tuple[Values, list[Outcome]]] = {}
-    unfinished = 0
-    for file in files:
-        events = read(file)
-        if events and "plan" not in events[0].get("settings", {}):
-            continue  # a profile
-        if not events or events[-1]["event"] != "end":
-            unfinished += 1
-            continue
-        settings = flat_settings(events[0]["settings"])
-        place = str(file.parent.relative_to(where))
-        outcomes[place] = Outcome(Job("train", settings), file.parent, tuple(events))
-        kept = {n: v for n, v in settings.items() if n not in OTHERS}
-        groups.setdefault(repr(sorted(kept.items())), (kept, []))[1].append(outcomes[place])
-    if not groups:
-        raise InputError(f"no run in {where} has ended", hint="go on with --resume")
-    rows = [_row(study.score, kept, {}, runs, None, None) for kept, runs in groups.values()]
-    return Results(study, tuple(_relative(rows, None)), (), outcomes, unfinished)
-
-
-def flat_settings(settings: Mapping[str, Any]) -> Values:
-    """A record's settings with the plan's as the flags of the command line."""
-    plan = settings["plan"]
-    made = {n: v for n, v in settings.items() if n not in ("plan", "learning_rate")}
-    made["lr"] = settings["learning_rate"]
-    made["density"] = plan.get("sparsity", {}).get("density", 1.0)
-    made["precision"] = plan.get("precision", {}).get("kind", "fp32")
-    made["microbatch"] = plan.get("microbatching", {}).get("size", settings.get("batch"))
-    made["checkpoint"] = plan.get("checkpointing", {}).get("strategy", "none")
-    made["simulated"] = plan.get("microbatching", {}).get("simulated", False)
-    return {n: tuple(v) if isinstance(v, list) else v for n, v in made.items()}
+    """Runs without a study, as one that has a row for each setting they have."""
+    found = collect(where)
+    scores = {group.score for group in found.groups}
+    known = [name for name in SCORES if name in scores] or ["best_accuracy"]
+    given = {
+        "base": {"model": "-", "data": "-"},
+        "score": " or ".join(known),
+        "score_label": " or ".join(SCORES[name] for name in known),
+    }
+    study = from_values(given, "", where.absolute().name)
+    rows = []
+    for group in found.groups:
+        more = {n: group.others[n] for n in found.telling if n in group.others}
+        rows.append(_row(group.score or "", {**group.flags, **more}, {}, group.runs, None, None))
+    return Results(study, tuple(rows), (), found.outcomes, found.unfinished, found.passed_over)
 
 
 def _row(
@@ -174,11 +153,12 @@ def _row(
     measured: Outcome | None,
 ) -> Row:
     ended = [run for run in runs if run.error is None]
-    found = sample([float(s) for run in ended if (s := run.end.get(score)) is not None])
+    scored = [run for run in ended if run.end.get(score) is not None]
+    found = sample([float(run.end[score]) for run in scored])
     made: dict[str, float] = {"n": found.n, "failed": len(runs) - len(ended)}
     if found.mean is not None:
         made["score"] = found.mean
-        made["seconds"] = math.fsum(run.end["seconds"] for run in ended) / len(ended)
+        made["seconds"] = math.fsum(run.end["seconds"] for run in scored) / len(scored)
     if found.interval is not None:
         made["interval"] = found.interval
     if profile is not None and profile.error is None:
@@ -214,7 +194,7 @@ def _counted(end: Mapping[str, Any]) -> dict[str, float]:
 
 def _relative(rows: Sequence[Row], baseline: Mapping[str, Any] | None) -> list[Row]:
     """Reductions and losses, relative to the first row that has the baseline's settings."""
-    if baseline is None:
+    if baseline is None or not rows:  # none before every search has ended
         return list(rows)
     base = next((row for row in rows if matches(baseline, row.settings)), None)
     if base is None:

@@ -162,6 +162,9 @@ def main_table(results: Results) -> Table:
         notes.append(f"* trained by a fast equivalent ({how}); memory is of the real setting.")
     if results.missing:
         notes.append(f"{results.missing} runs have not ended yet.")
+    if results.failed:
+        notes.append(f"{results.failed} run{'s' * (results.failed > 1)} failed.")
+    notes += [f"Passed over: {why}." for why in results.passed_over]
     sources = tuple(tuple(o.folder.name for o in row.outcomes) for row in results.rows)
     return Table("table", study.title, tuple(heads), tuple(cells), sources, tuple(notes))
 

@@ -1,0 +1,121 @@
+"""Reports of runs that no study made: which of them are trials of one setting."""
+
+import json
+import sys
+
+import pytest
+
+from shoestring.cli import main
+from shoestring.errors import InputError
+from shoestring.records.run import FILE
+from shoestring.study.execute import FAILURE
+from shoestring.study.report import report
+from shoestring.study.results import load_results
+
+IMAGES = {
+    "model": "wrn-10-1", "data": "digits", "epochs": 1, "batch": 100, "learning_rate": 0.1,
+    "drops": [0.5], "split": "test", "evaluate_every": 1, "evaluation_batch": 1000,
+}  # fmt: skip
+END = {"measured_peak_bytes": 2_000_000, "seconds": 3.0, "predicted": {}}
+SPARSE = {"density": 0.3, "schedule": [[100, 10]]}
+
+
+@pytest.fixture
+def runs(tmp_path):
+    """Writes a run's records; without a score it has not ended."""
+
+    def write(name, score=None, plan=None, *, field="best_accuracy", **settings):
+        events = [{"event": "start", "settings": {**IMAGES, "plan": plan or {}, **settings}}]
+        events += [] if score is None else [{"event": "end", field: score, **END}]
+        folder = tmp_path / "runs" / name
+        folder.mkdir(parents=True)
+        (folder / FILE).write_text("".join(json.dumps(event) + "\n" for event in events))
+        return folder
+
+    write.folder = tmp_path / "runs"
+    return write
+
+
+def test_seeds_are_trials_and_what_changes_no_bit_is_no_setting(runs):
+    for seed in (0, 1):
+        runs(f"sparse{seed}", 90 + seed, {"sparsity": {**SPARSE, "seed": seed}}, seed=seed)
+    runs("plain", 95.0, seed=0)
+    neutral = {"precision": {"kind": "fp32", "seed": 3}, "microbatching": {"size": 100}}
+    runs("neutral", 96.0, {**neutral, "sparsity": {"density": 1.0}}, seed=1, evaluation_batch=7)
+    results = load_results(runs.folder)
+    assert [(row.settings["density"], row.score.n, row.score.mean) for row in results.rows] == [
+        (1.0, 2, 95.5),
+        (0.3, 2, 90.5),
+    ]
+    assert results.varied == ("density",), "what the density explains is not shown"
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "shown"),
+    [
+        ({"split": "test"}, {"split": "validation"}, "split"),
+        ({"evaluate_every": 1}, {"evaluate_every": 4}, "evaluate_every"),
+        *(
+            ({"plan": {technique: first}}, {"plan": {technique: second}}, shown)
+            for technique, first, second, shown in [
+                ("sparsity", SPARSE, {**SPARSE, "fraction_multiplier": 2.0},
+                 "sparsity.fraction_multiplier"),
+                ("checkpointing", {"strategy": "per-block", "schedule": ["keep*3"]},
+                 {"strategy": "per-block", "schedule": ["keep", "cheap*2"]}, "checkpoint"),
+                ("precision", {"kind": "bf16"}, {"kind": "bf16", "rounding": "nearest"},
+                 "precision.rounding"),
+            ]
+        ),
+    ],
+)  # fmt: skip
+def test_runs_that_differ_are_rows(runs, one, other, shown):
+    runs("a", 90.0, **one)
+    runs("b", 80.0, **other)
+    results = load_results(runs.folder)
+    assert [row.score.n for row in results.rows] == [1, 1] and results.varied == (shown,)
+    assert all(shown in row.settings for row in results.rows), "the default is said, too"
+
+
+def test_translations_have_their_bleu(runs):
+    runs("a", 24.5, field="bleu")
+    text = report(runs.folder).text
+    assert "BLEU |" in text and "24.50 (n = 1)" in text and "accuracy" not in text
+    runs("b", 90.0, data="cifar10")
+    results = load_results(runs.folder)
+    assert [row.score.mean for row in results.rows] == [24.5, 90.0]
+    assert results.study.score_label == "BLEU or accuracy (%)"
+
+
+def test_what_cannot_be_read_is_passed_over_and_named(runs):
+    runs("good", 90.0)
+    half = runs("half", 91.0) / FILE
+    half.write_text(half.read_text()[:-9])
+    (runs("foreign") / FILE).write_text('{"step": 1, "loss": 0.5}\n[2]\n')
+    (runs("alike") / FILE).write_text('{"event": "start", "settings": {"plan": "B"}}\n')
+    runs("going")
+    failed = runs("failed")
+    (failed / FAILURE).write_text('{"error": "the loss is nan"}')
+    made = report(runs.folder)
+    assert [(row.score.n, row.quantities["failed"]) for row in made.results.rows] == [(1, 1)]
+    for note in (
+        "1 runs have not ended yet.", "1 run failed.",
+        "Passed over: half/records.jsonl, line 2 is no event.",
+        "Passed over: foreign/records.jsonl, line 1 is no event.",
+        "Passed over: alike/records.jsonl is not of shoestring train.",
+    ):  # fmt: skip
+        assert note in made.text
+    assert "the loss is nan" in (made.folder / "index.html").read_text()
+
+
+@pytest.mark.parametrize("line", ['{"loss": 1}', '"text"', "[]", '{"event": "start"}'])
+def test_somebody_elses_records_are_one_line(runs, line, monkeypatch, capsys):
+    (runs("one") / FILE).write_text(line)
+    with pytest.raises(InputError, match=r"no run in .* has ended: one/records\.jsonl"):
+        report(runs.folder)
+    monkeypatch.setattr(sys, "argv", ["shoestring", "report", str(runs.folder)])
+    monkeypatch.setattr("warnings.showwarning", lambda *args, **kwargs: None)
+    with pytest.raises(SystemExit) as left:
+        main()
+    error = capsys.readouterr().err
+    assert left.value.code == 2 and error.startswith("InputError: no run in")
+    assert not (runs.folder / "report").exists()
