@@ -165,6 +165,7 @@ def test_batches_that_cannot_be_cut_are_not() -> None:
         ({"optimizer": None}, "takes an optimizer"),
         ({"allow": "magic"}, "'magic'"),
         ({"budget": "6M"}, "'6M'"),
+        ({"batch": tuple(t[:0] for t in SMALL["mlp"].batch())}, "no examples"),
     ],
 )
 def test_a_wrong_call_is_named(changes: dict[str, Any], message: str) -> None:
@@ -172,7 +173,7 @@ def test_a_wrong_call_is_named(changes: dict[str, Any], message: str) -> None:
     model = small.build()
     given: dict[str, Any] = {"loss": small.loss, "optimizer": sgd(model), "budget": "1 MB"}
     with pytest.raises(InputError, match=message):
-        ss.plan(model, small.batch(), **{**given, **changes})
+        ss.plan(model, **{"batch": small.batch(), **given, **changes})
 
 
 def test_costs_are_additive_and_measured() -> None:

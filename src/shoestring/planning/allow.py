@@ -39,6 +39,14 @@ class Allowed:
             sparsity="sparsity" in names,
         )
 
+    def __str__(self) -> str:
+        """The names to ask for it; where another is named, precision goes without saying."""
+        others = [*(["bn-microbatch"] if self.bn_microbatch else ()),
+                  *(["sparsity"] if self.sparsity else ())]  # fmt: skip
+        if not self.precision:
+            return ",".join(["lossless", *others])
+        return ",".join(others) or "precision"
+
     def missing(self, batch_norm: bool) -> list[str]:
         """What could still be allowed, mildest first."""
         found = [] if self.precision else ["precision"]

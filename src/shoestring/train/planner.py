@@ -107,6 +107,8 @@ class Planner:
             examples = examples_of(batch)
         except InputError:  # cannot be cut
             examples = None
+        if examples == 0:
+            raise InputError("the batch has no examples", hint="plan with one that is trained on")
         self._examples = examples
         self._fundamental = accounting == "fundamental"
         self._narrow = "fp16"
@@ -216,7 +218,7 @@ class Planner:
             lossiest = self._settings(allowed)[-1]
             either = lossiest, replace(lossiest, precision=None)
             if (lower := min(map(self.estimates.least_bytes, either))) < known:
-                hints.append((name, lower))
+                hints.append((str(allowed), lower))  # as asked for, with what was allowed before
                 known = lower
         return budget_error(budget_bytes, self.margin, least, hints)
 
