@@ -393,12 +393,15 @@ def plan(
 ) -> None:
     """The fastest training step that fits a budget in bytes, lossless if there is one."""
     with working(f"planning {model}"):
+        from .planning.plan import check_place
         from .planning.plot import front_table, plot_front
         from .target import resolve
         from .train.planner import Planner
         from .units import parse_size
 
         budget_bytes = parse_size(budget)
+        if out is not None:
+            check_place(out)
         target = resolve(model, input or (), batch=batch, loss=loss)
         planner = Planner(
             target.model,
@@ -451,7 +454,7 @@ def translate(
             length_penalty=length_penalty,
             average=average,
         )
-    for line in translator(sys.stdin.read().split("\n")[:-1]):
+    for line in translator([line.removesuffix("\n") for line in sys.stdin]):
         typer.echo(line)
 
 
@@ -470,8 +473,9 @@ def prepare(
         from pathlib import Path
 
         from .tasks import load_text
-        from .tasks.prepared import save
+        from .tasks.prepared import check_place, save
 
+        check_place(Path(out))
         task = load_text(data, folder=data_dir, languages=languages, merges=merges)
         save(task, Path(out))
     typer.echo(json.dumps({"name": task.name, "folder": out, **task.notes}))

@@ -148,6 +148,11 @@ def test_a_json_file_that_is_no_plan(content: bytes, said: str, tmp_path: Path) 
         Plan.load(path)
 
 
+def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"cannot write the plan .*p\.toml: No such file"):
+        Plan().save(tmp_path / "nowhere" / "p.toml")
+
+
 def test_a_missing_file(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"cannot read the plan .*none\.toml: No such file"):
         Plan.load(tmp_path / "none.toml")

@@ -3,12 +3,15 @@
 import gzip
 import lzma
 import os
+import sys
 
 import pytest
 
+from shoestring.cli import main
 from shoestring.errors import InputError
 from shoestring.tasks import load_task, load_text
 from shoestring.tasks.corpus import is_split, joined, read_corpus
+from shoestring.tasks.prepared import save
 from shoestring.tasks.text import encoded
 
 DE = ["ein mann", "eine frau läuft", "ein hund", "zwei hunde laufen", "ein kind"]
@@ -185,6 +188,14 @@ def test_folders_without_text(tmp_path):
         load_text(str(tmp_path))
 
 
+@pytest.mark.parametrize("part", ["train", "valid", "test"])
+def test_a_part_without_lines(text, part):
+    write(text, f"{part}.de", [])
+    write(text, f"{part}.en", [])
+    with pytest.raises(InputError, match=rf"{part}\.de and {part}\.en have no lines"):
+        load_text(str(text))
+
+
 def test_a_broken_archive(text):
     (text / "train.de").unlink()
     (text / "train.de.xz").write_bytes(b"no archive at all")
@@ -207,6 +218,31 @@ def test_what_was_prepared_is_found_again(text, monkeypatch):
         for part in ("train", "valid", "test"):
             for one, other in zip(getattr(task, part), getattr(again, part), strict=True):
                 assert [one[n] for n in range(len(one))] == [other[n] for n in range(len(other))]
+
+
+def test_a_prepared_folder_has_its_merges_and_languages(text, tmp_path_factory):
+    made = tmp_path_factory.mktemp("prepared") / "text"
+    task = load_text(str(text), merges=1000)
+    save(task, made)
+    assert task.notes["merges"] < 1000  # the text has no more
+    for merges in (None, 1000, task.notes["merges"]):
+        assert load_text(str(made), merges=merges, languages="de-en").notes == task.notes
+    with pytest.raises(InputError, match=rf"prepared with {task.notes['merges']} merges, not 20"):
+        load_text(str(made), merges=20)
+    with pytest.raises(InputError, match="prepared from de-en, not en-de"):
+        load_text(str(made), languages="en-de")
+
+
+def test_prepare_replaces_nothing(text, tmp_path_factory, monkeypatch, capsys):
+    out = tmp_path_factory.mktemp("out")  # empty: it may be there
+    monkeypatch.setattr("warnings.showwarning", None)  # main() replaces it
+    for merges, status, said in ((20, 0, ""), (10, 2, f"{out} is there and not empty")):
+        command = ["shoestring", "prepare", str(text), "--out", str(out), "--merges", str(merges)]
+        monkeypatch.setattr(sys, "argv", command)
+        with pytest.raises(SystemExit) as left:
+            main()
+        assert (left.value.code or 0) == status and said in capsys.readouterr().err
+    assert load_text(str(out), merges=20).notes["merges_wanted"] == 20
 
 
 def test_other_text_or_merges_are_prepared_anew(text):

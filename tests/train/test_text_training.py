@@ -1,5 +1,6 @@
 """Translation through the loop: what a run leaves behind, exact microbatches, exact resumption."""
 
+import io
 import json
 import random
 import subprocess
@@ -11,13 +12,14 @@ import torch
 from test_loop import assert_same, final
 
 from shoestring import Checkpointing, Microbatching, Plan, Precision, Sparsity
+from shoestring.cli import main
 from shoestring.errors import InputError
 from shoestring.models import sentence_loss
 from shoestring.records.run import read, strip_times
 from shoestring.tasks.bpe import PADDING
 from shoestring.tasks.prepared import save
 from shoestring.tasks.token_batches import TextFeed
-from shoestring.train import snapshot
+from shoestring.train import snapshot, translating
 from shoestring.train.apply import apply
 from shoestring.train.command import Call, start
 from shoestring.train.loop import train
@@ -111,6 +113,17 @@ def test_a_run_translates_by_itself(finished):
     made = load_translator(folder, device=CPU)([*lines, "", "  "])
     assert made[:-2] == (folder / "translations.txt").read_text().splitlines()
     assert made[-2:] == ["", ""]
+
+
+@pytest.mark.parametrize("text", ["eins\nzwei", "eins\nzwei\n"])
+def test_the_last_line_needs_no_end(monkeypatch, capsys, text):
+    monkeypatch.setattr(translating, "load_translator", lambda *given, **named: list)
+    monkeypatch.setattr(sys, "argv", ["shoestring", "translate", "run", "--device", "cpu"])
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+    monkeypatch.setattr("warnings.showwarning", None)  # main() replaces it
+    with pytest.raises(SystemExit):
+        main()
+    assert capsys.readouterr().out == "eins\nzwei\n"
 
 
 @pytest.mark.parametrize("plan", [Plan(), ALL], ids=["plain", "all four"])

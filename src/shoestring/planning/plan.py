@@ -111,7 +111,10 @@ class Plan:
     def save(self, path: str | Path) -> None:
         """Write TOML, or JSON where the name ends in .json."""
         text = self.to_json() if Path(path).suffix == ".json" else self.to_toml()
-        Path(path).write_text(text, encoding="utf-8")
+        try:
+            Path(path).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise InputError(f"cannot write the plan {path}: {error.strerror}") from None
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
@@ -133,6 +136,14 @@ class Plan:
             values = ", ".join(f"{v}" for v in settings.values())
             shown.append(f"{name} {values}".strip())
         return " + ".join(shown) or "plain"
+
+
+def check_place(path: str | Path) -> None:
+    """InputError where no plan can be saved, before one is sought."""
+    folder = Path(path).parent
+    if Path(path).is_dir() or not folder.is_dir():
+        what = "it is a folder" if Path(path).is_dir() else f"there is no folder {folder}"
+        raise InputError(f"cannot write the plan {path}: {what}", hint="such as plan.toml")
 
 
 def _plain(technique: str, setting: str, value: Any) -> Any:

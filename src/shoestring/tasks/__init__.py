@@ -17,8 +17,6 @@ IMAGES = ("digits", "cifar10")
 TEXTS = ("number_words", "multi30k", "iwslt14", "europarl160k")
 NAMES = (*IMAGES, *TEXTS)
 SPLITS = ("test", "validation")
-MERGES = 10_000
-"""Of BPE, learnt on both languages together, as in the recipe of IWSLT'14."""
 _INSIDE = {"iwslt14": ("iwslt14.tokenized.de-en",)}
 
 __all__ = [
@@ -81,8 +79,7 @@ def load_text(
             raise InputError("number_words is from German to English, with codes of its own")
         return numbers_prepared()
     where = _text_folder(name, folder)
-    return text_in(where, where.name, merges=MERGES if merges is None else merges,
-                   languages=languages)  # fmt: skip
+    return text_in(where, where.name, merges=merges, languages=languages)
 
 
 def _text_folder(name: str, folder: str | Path | None) -> Path:

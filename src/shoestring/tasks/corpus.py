@@ -138,6 +138,11 @@ def _read_pairs(source: Path, target: Path) -> Pairs:
         bad |= damaged
         sides.append(lines)
     pairs.source, pairs.target = _same_length(pairs, sides)
+    if not len(pairs):
+        raise InputError(
+            f"{source} and {target.name} have no lines",
+            hint="training needs a train, a valid and a test part, one sentence a line",
+        )
     pairs.damaged = frozenset(position for position in bad if position < len(pairs))
     for position in sorted(pairs.damaged):
         pairs.remarks.note("not UTF-8", position + 1)

@@ -19,6 +19,8 @@ from .corpus import Corpus, read_corpus
 from .text import LONGEST, TextTask, encoded
 
 FORMAT = 1
+MERGES = 10_000
+"""Of BPE, learnt on both languages together, as in the recipe of IWSLT'14."""
 NOTES, CODES, PAIRS = "notes.json", "codes", "pairs.npz"
 CACHE_VARIABLE = "SHOESTRING_CACHE"
 _PARTS = ("train", "valid", "test")
@@ -30,11 +32,22 @@ def is_prepared(folder: Path) -> bool:
 
 
 def text_in(
-    folder: Path, name: str, *, merges: int, languages: str | None = None, longest: int = LONGEST
+    folder: Path,
+    name: str,
+    *,
+    merges: int | None = None,
+    languages: str | None = None,
+    longest: int = LONGEST,
 ) -> TextTask:
-    """The text of a folder, encoded; what was made before is found beside it, or in the cache."""
+    """The text of a folder, encoded; what was made before is found beside it, or in the cache.
+
+    InputError where a folder was prepared with other merges or languages than those given.
+    """
     if is_prepared(folder):
-        return load(folder)
+        task = load(folder)
+        _check_same(task, folder, merges, languages)
+        return task
+    merges = MERGES if merges is None else merges
     corpus = read_corpus(folder, name, languages)
     inside = f"prepared-{merges}-{_key(corpus, merges, longest)}"
     places = [folder / inside, cache_folder() / f"{name}-{inside}"]
@@ -51,6 +64,22 @@ def text_in(
         except InputError:
             continue  # read-only: the next one; where none can be written it is made every time
     return task
+
+
+def _check_same(task: TextTask, folder: Path, merges: int | None, languages: str | None) -> None:
+    held = "-".join((task.source_language, task.target_language))
+    if languages not in (None, held):
+        raise InputError(
+            f"{folder} was prepared from {held}, not {languages}",
+            hint="leave out --languages, or prepare the text again",
+        )
+    made = task.notes["merges"]
+    if merges not in (None, made, task.notes.get("merges_wanted")):
+        raise InputError(
+            f"{folder} was prepared with {'no' if made is None else f'{made:,}'} merges, "
+            f"not {merges:,}",
+            hint="leave out --merges, or prepare the text again",
+        )
 
 
 def numbers_prepared() -> TextTask:
@@ -84,6 +113,12 @@ def _key(corpus: Corpus, merges: int, longest: int) -> str:
         for side in (pairs.source, pairs.target):
             digest.update("\n".join(side).encode())
     return digest.hexdigest()[:12]
+
+
+def check_place(folder: Path) -> None:
+    """InputError where `save` could not write: it replaces nothing."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise InputError(f"{folder} is there and not empty", hint="name another folder with --out")
 
 
 def save(task: TextTask, folder: Path) -> None:

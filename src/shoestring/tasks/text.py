@@ -79,9 +79,9 @@ def encoded(corpus: Corpus, *, merges: int, longest: int = LONGEST) -> TextTask:
     if not good:
         raise InputError(f"{corpus.name} has no pair of sentences to train on")
     source, target = ([side[p] for p in good] for side in (train.source, train.target))
-    codes = corpus.codes
+    codes, learnt = corpus.codes, {}
     if codes is None and not (is_split(source) and is_split(target)):
-        codes = learn([*source, *target], merges)
+        codes, learnt = learn([*source, *target], merges), {"merges_wanted": merges}
     pieces = _Splitter(codes, train.remarks)
     in_pieces = [pieces(source, train.source_file), pieces(target, train.target_file)]
     vocabularies = [Vocabulary.of(lines) for lines in in_pieces]
@@ -109,7 +109,7 @@ def encoded(corpus: Corpus, *, merges: int, longest: int = LONGEST) -> TextTask:
         test=held["test"],  # type: ignore[arg-type]
         valid_references=tuple(joined(line) for line in corpus.parts["valid"].target),
         test_references=tuple(joined(line) for line in corpus.parts["test"].target),
-        notes=_notes(corpus, used, vocabularies, codes),
+        notes={**_notes(corpus, used, vocabularies, codes), **learnt},
     )
 
 
