@@ -7,10 +7,12 @@ import sys
 import pytest
 
 import tiny_nets
+from shoestring import Plan
 from shoestring.cli import main
-from shoestring.records.run import read
+from shoestring.records.run import Records, read
 from shoestring.tasks.cifar10 import VARIABLE
 from shoestring.train import snapshot
+from shoestring.train.command import Call, _planned_before
 
 SHORT = ["train", tiny_nets.TINY, "--data", "digits", "--batch", "100", "--device", "cpu"]
 
@@ -75,6 +77,24 @@ def test_a_budget_is_planned_for(run, tmp_path):
     assert status == 0, err
     end = json.loads(run(*SHORT, *flags, "4 steps", "--resume", "--json")[1])
     assert 0 < end["measured_peak_bytes"] <= 4_000_000
+    resumed = [*SHORT, "--out", "a", "--resume", "--budget"]
+    for other, said in (
+        (["4.01 MB"], "the run has a budget of 4,000,000 bytes that allows precision, not a"),
+        (["4 MB", "--allow", "lossless"], "not a budget of 4,000,000 bytes that allows lossless"),
+        (["nonsense"], "cannot read 'nonsense' as a size"),
+        (["4 MB", "--allow", "luck"], "cannot be allowed 'luck'"),
+    ):
+        status, _, err = run(*resumed, *other)
+        assert status == 2 and said in err
+
+
+def test_records_of_before_do_not_say_the_budget(tmp_path):
+    call = Call(tiny_nets.TINY, "digits", budget="4 MB", out=str(tmp_path), resume=True)
+    assert _planned_before(call) is None
+    with Records(tmp_path) as records:
+        records.write("start", settings={"plan": {"precision": {"kind": "fp16"}}})
+    found = _planned_before(call)
+    assert isinstance(found, Plan) and found.to_dict() == {"precision": {"kind": "fp16"}}
 
 
 @pytest.mark.parametrize(
@@ -93,6 +113,10 @@ def test_a_budget_is_planned_for(run, tmp_path):
         ([*SHORT[:-2], "--device", "toaster"], "no device is called 'toaster'"),
         ([*SHORT, "--batch", "2000"], "a batch of 2000 from 1,438 training images"),
         ([*SHORT, "--split", "train"], "unknown split 'train'"),
+        ([*SHORT, "--split", "validation", "--seed", "-1"], "seed -1 is not a whole number"),
+        ([*SHORT[:1], "tiny_nets:five_classes", *SHORT[2:]], "shape (100, 5) of 100 images in 10"),
+        ([*SHORT[:1], "tiny_nets:five_classes", *SHORT[2:], "--no-predict"], "shape (100, 5)"),
+        ([*SHORT[:1], "torch.nn:Flatten", *SHORT[2:]], "none of the model's 0 parameters"),
         (["train", "wrn-11-1", "--data", "digits"], "cannot have depth 11"),
         (["train", "dc-transformer", "--data", "digits"], "does not take images"),
         (["train", "wrn-10-1", "--data", "mnist"], "no data is called 'mnist'"),

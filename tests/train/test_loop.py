@@ -14,7 +14,7 @@ import shoestring.train.loop as loop_module
 import shoestring.train.trainer as trainer_module
 from shoestring import Checkpointing, Microbatching, Plan, Precision, Sparsity
 from shoestring.errors import InputError, TrainingStopped
-from shoestring.records.run import read, strip_times
+from shoestring.records.run import FILE, Records, read, strip_times
 from shoestring.train import snapshot
 from shoestring.train.folder import run_folder
 from shoestring.train.loop import train
@@ -150,6 +150,40 @@ def test_resuming_a_finished_run_changes_nothing(tmp_path):
     again = run(tmp_path / "run", resume=True)
     assert strip_times(read(tmp_path / "run")) == before
     assert {**first, "time": 0, "seconds": 0} == {**again, "time": 0, "seconds": 0}
+
+
+def begun(folder, *more):
+    """A folder with records alone: a start, and an event of each of these names."""
+    folder.mkdir()
+    with Records(folder) as records:
+        records.write("start", settings=settings().as_dict())
+        for name in more:
+            records.write(name, step=16, accuracy=50.0)
+    return (folder / FILE).read_bytes()
+
+
+def test_a_finished_run_without_snapshots_keeps_its_records(tmp_path, monkeypatch):
+    before = begun(tmp_path / "run", "evaluation", "end")
+    monkeypatch.setattr(loop_module, "Trainer", None)  # it would be needed
+    end = run(tmp_path / "run", resume=True)
+    assert (end["event"], end["accuracy"], end["folder"]) == ("end", 50.0, str(tmp_path / "run"))
+    with pytest.raises(InputError, match="the run has epochs 2, not 3"):
+        run(tmp_path / "run", resume=True, epochs=3)
+    assert (tmp_path / "run" / FILE).read_bytes() == before
+
+
+def test_records_without_a_snapshot_start_over_with_the_same_settings(tmp_path):
+    begun(tmp_path / "run", "evaluation")
+    path = tmp_path / "run" / FILE
+    with path.open("ab") as file:
+        file.write('{"event": "é'.encode()[:-1])  # killed while it wrote
+    before = path.read_bytes()
+    with pytest.raises(InputError, match="the run has seed 0, not 1"):
+        run(tmp_path / "run", resume=True, seed=1)
+    assert path.read_bytes() == before
+    run(tmp_path / "run", resume=True, stop_after=1)
+    (start,) = read(tmp_path / "run")
+    assert start["updates"] == 16 and start["budget"] is None
 
 
 def test_settings_cannot_change_under_way(tmp_path):

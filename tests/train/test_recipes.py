@@ -63,7 +63,7 @@ def test_what_the_report_tuned_for_each_density(density, rate, fraction, frequen
 def test_smaller_models_and_shortcuts():
     assert made(model="wrn-28-0.5").learning_rate == pytest.approx(0.1)
     assert made(model="wrn-16-2-pool").learning_rate == pytest.approx(0.05)
-    model, _ = build_model("wrn-10-1-pool")
+    model, _ = build_model("wrn-10-1-pool", 10)
     assert model.group2[0].shortcut_kind == "pool"
 
 
@@ -102,6 +102,6 @@ def test_settings_that_cannot_be(wrong, said):
 
 def test_models_for_other_data():
     with pytest.raises(InputError, match="dc-transformer does not take images"):
-        build_model("dc-transformer")
+        build_model("dc-transformer", 10)
     with pytest.raises(InputError, match="no data is called 'imagenet'"):
         settings_for("wrn-28-2", "imagenet", images=1, plan=Plan())

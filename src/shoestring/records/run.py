@@ -99,15 +99,20 @@ class Unwritten(Records):
         pass
 
 
-def read(path: str | Path) -> list[Event]:
-    """The events of a run: of its folder or its file."""
+def read(path: str | Path, *, whole: bool = True) -> list[Event]:
+    """The events of a run: of its folder or its file.
+
+    Not `whole`: without a last line that was being written when the process was killed.
+    """
     file = Path(path) / FILE if Path(path).is_dir() else Path(path)
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        data = file.read_bytes()
     except OSError as error:
         raise InputError(f"cannot read {file}: {error.strerror}") from None
+    if not whole:
+        data = data[: data.rfind(b"\n") + 1]
     events = []
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(data.splitlines(), start=1):
         try:
             events.append(json.loads(line))
         except ValueError:

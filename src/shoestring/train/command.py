@@ -14,18 +14,19 @@ from typing import Any
 import torch
 
 from ..errors import InputError
+from ..planning.allow import Allowed
 from ..planning.plan import Plan
 from ..progress import working
 from ..records.run import FILE, Event, read
 from ..tasks import ImageTask, TextTask, load_task
 from ..tasks.images import DEVICE_LIMIT_BYTES
 from ..techniques import Checkpointing, Microbatching, Precision, Sparsity
-from ..units import format_count, format_size
+from ..units import format_count, format_size, parse_size
 from .display import duration
 from .group import local_device, parallel_for, process_group
 from .job import job_for
 from .loop import train
-from .settings import AnySettings, settings_for
+from .settings import AnySettings, check_seed, settings_for
 from .text_settings import TextSettings, text_settings_for
 from .trainer import prepare_device
 
@@ -137,6 +138,8 @@ def _size(n_bytes: int | None) -> str:
 def start(call: Call) -> Result:
     """Train as the command line says."""
     _check_one_plan(call)
+    budget = _budget(call)
+    check_seed(call.seed)
     if call.resume and call.out is None:
         raise InputError("--resume needs the folder of the run", hint="name it with --out")
     if call.data_on not in _LIMITS:
@@ -166,6 +169,7 @@ def start(call: Call) -> Result:
             parallel=parallel,
             device_limit_bytes=_LIMITS[call.data_on],
             predict=call.predict,
+            budget=budget,
         )
     return Result(settings, event)
 
@@ -258,12 +262,34 @@ def _plan(call: Call, task: ImageTask | TextTask, device: str) -> Plan:
     )
 
 
+def _budget(call: Call) -> dict[str, Any] | None:
+    """What --budget and --allow say, as the records keep it."""
+    if call.budget is None:
+        return None
+    return {"bytes": parse_size(call.budget), "allow": str(Allowed.of(call.allow))}
+
+
 def _planned_before(call: Call) -> Plan | None:
     """Of the run that is resumed: a planner that got better must not change it."""
     if not call.resume or call.out is None or not (Path(call.out) / FILE).exists():
         return None
-    starts = [event for event in read(call.out) if event["event"] == "start"]
-    return Plan.from_dict(starts[0]["settings"]["plan"]) if starts else None
+    starts = [event for event in read(call.out, whole=False) if event["event"] == "start"]
+    if not starts:
+        return None
+    wanted = _budget(call)
+    held = starts[0].get("budget", wanted)  # records of earlier versions do not say
+    if held != wanted:
+        raise InputError(
+            f"the run has {_told(held)}, not {_told(wanted)}",
+            hint="resume with the settings it began with, or start in another folder",
+        )
+    return Plan.from_dict(starts[0]["settings"]["plan"])
+
+
+def _told(budget: dict[str, Any] | None) -> str:
+    if budget is None:
+        return "no budget"
+    return f"a budget of {budget['bytes']:,} bytes that allows {budget['allow']}"
 
 
 def _plan_for_budget(call: Call, task: ImageTask | TextTask, device: str) -> Plan:

@@ -55,7 +55,7 @@ class ImageJob:
 
     def model(self) -> tuple[nn.Module, Loss]:
         """As the settings name it."""
-        return build_model(self.settings.model)
+        return build_model(self.settings.model, self._task.classes)
 
     def optimizer(self, model: nn.Module, device: torch.device) -> torch.optim.SGD:
         """SGD with Nesterov's momentum."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..errors import TrainingStopped
-from ..records.run import Event, Records, Unwritten, provenance
+from ..records.run import FILE, Event, Records, Unwritten, provenance, read
 from ..tasks import ImageTask, TextTask
 from ..tasks.images import DEVICE_LIMIT_BYTES
 from . import snapshot
@@ -45,14 +45,19 @@ def train(
     parallel: str | None = None,
     device_limit_bytes: int = DEVICE_LIMIT_BYTES,
     predict: bool = True,
+    budget: dict[str, Any] | None = None,
 ) -> Event:
     """Train to the end, or go on to it; returns the last event, with the summary.
 
     `snapshot_every` and `stop_after` count updates; by default there is a snapshot every minute.
-    With several ranks all call it, and rank 0 alone reads and writes the folder.
+    `budget` is what the plan was made for, for the records. With several ranks all call it, and
+    rank 0 alone reads and writes the folder.
     """
     with ExitStack() as held:
         folder = on_first(lambda: held.enter_context(run_folder(Path(out), resume=resume)))
+        over = on_first(lambda: _ended(folder, settings)) if resume else None
+        if over is not None:
+            return over
         state = on_first(lambda: _latest(folder)) if resume else None
         trainer = Trainer(
             settings,
@@ -65,7 +70,7 @@ def train(
         saved = time.monotonic()
         last = min(trainer.updates, stop_after or trainer.updates)
         with (
-            _records(folder, trainer, state) as records,
+            _records(folder, trainer, state, budget) as records,
             Board(folder, tensorboard and rank() == 0) as board,
             Display(trainer) as display,
             _signals() as asked,
@@ -99,6 +104,23 @@ def train(
             return _finish(trainer, records, folder)
 
 
+def _ended(folder: Path, settings: AnySettings) -> Event | None:
+    """The last event of a run that is finished, with its snapshots or without.
+
+    InputError if it began with other settings: its records would be lost to another run.
+    """
+    if not (folder / FILE).exists():
+        return None
+    events = read(folder, whole=False)
+    if not events:
+        return None
+    settings.check_same(events[0].get("settings", {}))
+    if events[-1]["event"] != "end":
+        return None
+    print(f"the run in {folder} is finished", file=sys.stderr)
+    return {**events[-1], "folder": str(folder)}
+
+
 def _latest(folder: Path) -> dict[str, Any] | None:
     state, damaged = snapshot.load_latest(folder)
     for what in damaged:
@@ -109,7 +131,9 @@ def _latest(folder: Path) -> dict[str, Any] | None:
 
 
 @contextmanager
-def _records(folder: Path, trainer: Trainer, state: dict[str, Any] | None) -> Iterator[Records]:
+def _records(
+    folder: Path, trainer: Trainer, state: dict[str, Any] | None, budget: dict[str, Any] | None
+) -> Iterator[Records]:
     """Go on from the state where there is one; write the first event, or drop those to come."""
     host = {**provenance(trainer.device), "ranks": ranks(), "parallel": trainer.parallel}
     if state is not None:
@@ -125,6 +149,7 @@ def _records(folder: Path, trainer: Trainer, state: dict[str, Any] | None) -> It
             records.write(
                 "start",
                 settings=trainer.settings.as_dict(),
+                budget=budget,
                 parameters=trainer.parameters,
                 updates=trainer.updates,
                 predicted=trainer.predicted,

@@ -5,14 +5,22 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import nn
 
 from ..errors import InputError
-from ..models import builtin, image_loss
+from ..models import builtin
 from ..planning.plan import Plan
 from ..target import resolve
-from ..trace.capture import Loss
+from ..trace.capture import Loss, check_trainable
 from .recipes import Multipliers, base_name, learning_rate_at, recipe_for, rewiring_schedule
+
+
+def check_seed(seed: int) -> None:
+    """InputError for what no generator of random numbers takes."""
+    if not 0 <= seed < 2**63:
+        raise InputError(f"seed {seed} is not a whole number from 0")
 
 
 class AnySettings:
@@ -33,8 +41,7 @@ class AnySettings:
         for name in names:
             if getattr(self, name) < 1:
                 raise InputError(f"{name.replace('_', ' ')} {getattr(self, name)} is below 1")
-        if not 0 <= self.seed < 2**63:
-            raise InputError(f"seed {self.seed} is not a whole number from 0")
+        check_seed(self.seed)
         if not self.learning_rate > 0:
             raise InputError(f"learning rate {self.learning_rate:g} is not above 0")
 
@@ -148,11 +155,31 @@ def tuned(plan: Plan, multipliers: Multipliers, updates: int, seed: int) -> Plan
     return replace(plan, sparsity=sparsity, precision=precision)
 
 
-def build_model(name: str) -> tuple[nn.Module, Loss]:
-    """The model a run trains and its loss, on the CPU; the caller seeds."""
+def build_model(name: str, classes: int) -> tuple[nn.Module, Loss]:
+    """The model a run trains on images, and its loss, on the CPU; the caller seeds."""
     if ":" in name:
-        return resolve(name, ["1x3x32x32"], real=True).model, image_loss
+        model = resolve(name, ["1x3x32x32"], real=True).model
+        check_trainable(model)
+        return model, _loss_over(name, classes)
     known = builtin(name)
     if known.batch_unit != "images":
         raise InputError(f"{name} does not take images", hint="such as wrn-28-2")
     return known.build(), known.loss
+
+
+def _loss_over(name: str, classes: int) -> Loss:
+    """Mean cross-entropy; a model of somebody's own may have other outputs than scores."""
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        images, labels = batch
+        scores = model(images)
+        shape = tuple(getattr(scores, "shape", ()))
+        if len(shape) != 2 or shape[1] < classes:
+            made = f"a tensor of shape {shape}" if shape else f"a {type(scores).__name__}"
+            raise InputError(
+                f"{name} makes {made} of {len(images)} images in {classes} classes",
+                hint=f"its outputs must be scores, {len(images)} × {classes}",
+            )
+        return F.cross_entropy(scores, labels)
+
+    return loss
