@@ -40,6 +40,12 @@ FACTORIES = """
         return build()
 
 
+    def lazy():
+        import cli_beside
+
+        return cli_beside.build()
+
+
     def words():
         return nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 2))
 
@@ -209,6 +215,18 @@ def test_a_mistake_as_a_process(factories: Path) -> None:
     assert ran.said[1].startswith("InputError: the model failed on this batch: ")
     assert "[2, 5]" in ran.said[1]
     assert ran.said[2].startswith("hint: ")
+
+
+def test_a_factory_that_imports_what_lies_beside_it(
+    run: Run, factories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the current folder alone, and only when it is called."""
+    (tmp_path / "cli_beside.py").write_text("from cli_factories import build\n")
+    monkeypatch.chdir(tmp_path)
+    before = list(sys.path)
+    ran = run("profile", "cli_factories:lazy", "--input", "6x4", "--json")
+    assert ran.data["parameters"] == 4 * 8 + 8 + 8 * 2 + 2
+    assert sys.path == before
 
 
 def test_a_setting_without_effect_warns_on_stderr(factories: Path) -> None:

@@ -134,11 +134,13 @@ def _imported(
     if True in named and len({spec.name for spec in specs}) < len(specs):
         raise InputError("two inputs have the same name", hint="give every input its own name")
     size = batch if batch is not None else specs[0].shape[0]
-    factory = _load(name)
-    loss_function = default_loss if loss is None else _load(loss, "function")
+    with _importing_from_here():
+        factory = _load(name)
+        loss_function = default_loss if loss is None else _load(loss, "function")
     with nullcontext() if real else _building():
         try:
-            model = factory()
+            with _importing_from_here():  # a factory may import what lies beside it
+                model = factory()
         except InputError:
             raise
         except (Exception, SystemExit) as error:
@@ -225,9 +227,18 @@ class _SameTypes(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@contextmanager
+def _importing_from_here() -> Iterator[None]:
+    """With the current folder first on the path, as for `python -c`."""
+    sys.path.insert(0, "")
+    try:
+        yield
+    finally:
+        sys.path.remove("")
+
+
 def _load(name: str, kind: str = "factory") -> Callable[..., Any]:
     module_name, _, attribute = name.partition(":")
-    sys.path.insert(0, "")
     try:
         module = importlib.import_module(module_name)
     except Exception as error:
@@ -235,8 +246,6 @@ def _load(name: str, kind: str = "factory") -> Callable[..., Any]:
             f"cannot import {module_name!r}: {type(error).__name__}: {first_line(error)}",
             hint=f"write package.module:{kind}, importable from here",
         ) from error
-    finally:
-        sys.path.remove("")
     found: Any = module
     for part in attribute.split("."):
         found = getattr(found, part, None)
