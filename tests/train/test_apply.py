@@ -239,3 +239,13 @@ def test_a_revision_that_fails_leaves_the_plan_that_was() -> None:
         step.revise(Plan.of([Checkpointing("per-block", blocks=("nowhere",), schedule=("keep",))]))
     assert step.plan.microbatching is not None
     assert len(list(step._setup.split(batch))) == 2
+
+
+def test_gradients_that_nobody_reads_are_dropped_too() -> None:
+    """As of a backbone that needs gradients while the optimizer holds the head alone."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model[-1].parameters(), lr=0.1)
+    step = apply([], model, optimizer, loss=lambda m, b: m(b).square().mean())
+    step(torch.randn(4, 8))
+    assert all(p.grad is None for p in model.parameters())

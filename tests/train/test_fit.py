@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 import warnings
+from collections import UserDict
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import nn
 import shoestring as ss
 from shoestring.errors import InputError
 from shoestring.memory.measure import training_step
+from shoestring.planning.result import BudgetPlan
 from shoestring.train.fit import fit
 from shoestring.train.holding import out_of_memory
 from techniques.small_models import SMALL
@@ -119,6 +121,45 @@ def test_a_step_that_passes_its_budget_says_so_and_tightens() -> None:
     assert isinstance(before, ss.BudgetPlan) and isinstance(step.plan, ss.BudgetPlan)
     assert step.plan.predicted.peak_bytes < before.predicted.peak_bytes
     step(batch)
+
+
+def test_longer_batches_get_a_plan_of_their_own() -> None:
+    """For the same budget: what fits them need not be lossier."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True)
+    body = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+    model = nn.Sequential(nn.Embedding(50, 32), body, nn.Linear(32, 50))
+    long = torch.randint(0, 50, (16, 32))
+    batches = {n: as_tokenized(long[:, :n]) for n in (4, 32)}
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        words = batch["words"]
+        scores = model(words).flatten(0, 1)
+        return nn.functional.cross_entropy(scores, words.flatten())
+
+    plain = ss.measure(copy.deepcopy(model), batches[32], loss=loss, optimizer="adam").peak_bytes
+    budget = int(0.7 * plain)
+    step = fit(
+        model,
+        batches[4],
+        loss=loss,
+        optimizer=torch.optim.Adam(model.parameters()),
+        budget=budget,
+    )
+    with pytest.warns(ss.BudgetWarning, match="more than its budget"):
+        for length in (4, 4, 32, 32):
+            step(batches[length])
+    assert step.measure(batches[32]).peak_bytes <= budget
+    assert isinstance(step.plan, BudgetPlan) and step.plan.kind == "lossless"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for length in (4, 32, 4, 32):
+            step(batches[length])
+
+
+def as_tokenized(words: torch.Tensor) -> Any:
+    """As a tokenizer returns it: a mapping that pytree does not open."""
+    return UserDict(words=words)
 
 
 def test_a_planned_step_out_of_memory_did_not_happen() -> None:

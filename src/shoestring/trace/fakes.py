@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from ..errors import InputError, TraceError
+from .batches import map_tensors, tensors_of
 
 OptimizerLike = torch.optim.Optimizer | str | None
 
@@ -73,14 +73,8 @@ def span(tensors: Iterable[torch.Tensor]) -> tuple[int, int]:
 
 
 def fake_batch(batch: Any, mode: FakeTensorMode) -> Any:
-    fakes = _fakes((t for t in tree_leaves(batch) if isinstance(t, torch.Tensor)), mode)
-
-    def twin(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        return fakes[id(leaf)].requires_grad_(leaf.requires_grad)
-
-    return tree_map(twin, batch)
+    fakes = _fakes(tensors_of(batch), mode)
+    return map_tensors(lambda t: fakes[id(t)].requires_grad_(t.requires_grad), batch)
 
 
 def fake_model(model: nn.Module, mode: FakeTensorMode) -> tuple[nn.Module, dict[int, torch.Tensor]]:

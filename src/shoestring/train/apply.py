@@ -162,8 +162,14 @@ class Step:
         try:
             return self._computed(batch, entering)
         except BaseException:  # the next step must not add to what this one left
-            self._setup.optimizer.zero_grad(set_to_none=True)
+            self._drop_gradients()
             raise
+
+    def _drop_gradients(self) -> None:
+        """Those too of parameters that the optimizer does not hold."""
+        self._setup.optimizer.zero_grad(set_to_none=True)
+        for parameter in self._setup.model.parameters():
+            parameter.grad = None
 
     def _computed(self, batch: Any, entering: Callable[[Phase], None]) -> torch.Tensor:
         setup = self._setup
@@ -182,7 +188,7 @@ class Step:
             del value, weighted
         entering(Phase.OPTIMIZER)
         setup.update()
-        setup.optimizer.zero_grad(set_to_none=True)
+        self._drop_gradients()
         assert total is not None
         return total
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from ..techniques.batches import map_tensors, tensors_of
 from ..techniques.checkpointing.draws import Places, followed_by
+from ..trace.batches import map_tensors, tensors_of
 
 
 class CapturedStep:

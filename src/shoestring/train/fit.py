@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from ..trace.capture import Loss, check_trainable
 from ..trace.fakes import fake_batch, fake_model, make_optimizer
 from ..units import format_size, parse_size
 from .apply import Step, apply
-from .holding import Hold
+from .holding import Hold, shapes_of
 from .planner import Planner
 
 _LESS = 0.9
@@ -47,38 +47,54 @@ def fit(
     device = next(model.parameters()).device
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     twin, mapping = fake_model(model, mode)  # what is planned for stays, whatever becomes of it
-    planner = Planner(
-        twin,
-        fake_batch(batch, mode),
-        loss=loss,
-        optimizer=make_optimizer(optimizer, twin, mapping),
-        allow=allow,
-        device=device.type,
-    )
-    step = apply(planner.plan(budget_bytes), model, optimizer, loss=loss)
+
+    def planner_for(batch: Any) -> Planner:
+        return Planner(
+            twin,
+            fake_batch(batch, mode),
+            loss=loss,
+            optimizer=make_optimizer(optimizer, twin, mapping),
+            allow=allow,
+            device=device.type,
+        )
+
+    tighter = _Tighter(planner_for, batch, budget_bytes)
+    step = apply(tighter.first, model, optimizer, loss=loss)
     assert isinstance(step.plan, BudgetPlan)
-    step._hold = Hold(step, step.plan, _Tighter(planner, budget_bytes))
+    step._hold = Hold(step, step.plan, tighter)
     if enforce:
         _enforce(device, budget_bytes)
     return step
 
 
 class _Tighter:
-    """Plans again for less, until what is measured fits the budget that was asked for."""
+    """Plans again until what is measured fits the budget that was asked for.
 
-    def __init__(self, planner: Planner, budget_bytes: int) -> None:
-        self._planner, self._budget_bytes = planner, budget_bytes
-        self._planned_bytes = budget_bytes
+    For a batch of other shapes than the last plan was for, that is a plan for the same budget; for
+    one of the same shapes, a plan for less.
+    """
 
-    def __call__(self, step: Step, peak_bytes: int | None) -> None:
-        now = step.plan
+    def __init__(
+        self, planner_for: Callable[[Any], Planner], batch: Any, budget_bytes: int
+    ) -> None:
+        self._planner_for, self._budget_bytes = planner_for, budget_bytes
+        self._shapes, self._planner = shapes_of(batch), planner_for(batch)
+        self._planned_bytes = {self._shapes: budget_bytes}
+        self.first = self._planner.plan(budget_bytes)
+
+    def __call__(self, step: Step, batch: Any, peak_bytes: int | None) -> None:
+        now, shapes = step.plan, shapes_of(batch)
         assert isinstance(now, BudgetPlan)
-        if peak_bytes is None:
-            least = min(self._planned_bytes, now.predicted.peak_bytes)
-            self._planned_bytes = int(least * _LESS)
+        if shapes != self._shapes:
+            self._shapes, self._planner = shapes, self._planner_for(batch)
+        if shapes not in self._planned_bytes:
+            self._planned_bytes[shapes] = self._budget_bytes
+        elif peak_bytes is None:
+            least = min(self._planned_bytes[shapes], now.predicted.peak_bytes)
+            self._planned_bytes[shapes] = int(least * _LESS)
         else:
             off = self._budget_bytes / peak_bytes
-            self._planned_bytes = int(self._planned_bytes * off * _SPARE)
+            self._planned_bytes[shapes] = int(self._planned_bytes[shapes] * off * _SPARE)
 
         def alike(setting: Setting) -> bool:
             density = None if now.sparsity is None else now.sparsity.density
@@ -86,7 +102,7 @@ class _Tighter:
             return setting.density == density and kind in (None, setting.precision)
 
         try:
-            found = self._planner.plan(self._planned_bytes, among=alike)
+            found = self._planner.plan(self._planned_bytes[shapes], among=alike)
         except BudgetError as error:
             raise BudgetError(
                 f"nothing tighter than {format_size(now.predicted.peak_bytes)} is left: "

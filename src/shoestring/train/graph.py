@@ -17,8 +17,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..techniques.base import Setup
-from ..techniques.batches import form_of, map_tensors
 from ..techniques.checkpointing.draws import Starts, followed_by
+from ..trace.batches import form_of, map_tensors
 from .captured import CapturedStep, default_generator
 from .host import HostState, numbers_of
 from .rates import Rates

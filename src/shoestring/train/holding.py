@@ -8,10 +8,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from ..errors import BudgetError, BudgetWarning
 from ..planning.result import BudgetPlan, short
+from ..trace.batches import tensors_of
 from ..units import format_size
 from .streams import kept_streams
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 RETRIES = 8
 """Tighter plans tried for one minibatch."""
 
-Tighten = Callable[["Step", int | None], None]
-"""Go on by a plan for less; given the measured peak, or None when the device ran out of memory."""
+Tighten = Callable[["Step", Any, int | None], None]
+"""Go on by a plan for less; given the batch and its peak, or None when the device ran out."""
 
 
 class Hold:
@@ -49,17 +49,17 @@ class Hold:
                 if not out_of_memory(error):
                     raise
             else:
-                self._succeeded(peak_bytes)
+                self._succeeded(batch, peak_bytes)
                 return loss
             # Only now: the error's traceback held the tensors of the step.
             message = self._failed(undo)
             if self._tighten is None:
                 raise BudgetError(message, hint=_HINT)
             warnings.warn(message, BudgetWarning, stacklevel=3)
-            self._go_on(None)
+            self._go_on(batch, None)
         raise BudgetError(f"{message}, {RETRIES} times in a row", hint=_HINT)
 
-    def _succeeded(self, peak_bytes: int | None) -> None:
+    def _succeeded(self, batch: Any, peak_bytes: int | None) -> None:
         if self._moving is None:
             # By value: BatchNorm's kernels do not count as writing.
             buffers = dict(self._step.model.named_buffers())
@@ -67,11 +67,11 @@ class Hold:
             self._moving = {n for n, b in buffers.items() if not _same(first.get(n), b)}
             self._first = {}
         if peak_bytes is not None and peak_bytes > self._plan.budget_bytes:
-            self._passed(peak_bytes)
+            self._passed(batch, peak_bytes)
 
-    def _go_on(self, peak_bytes: int | None) -> None:
+    def _go_on(self, batch: Any, peak_bytes: int | None) -> None:
         assert self._tighten is not None
-        self._tighten(self._step, peak_bytes)
+        self._tighten(self._step, batch, peak_bytes)
         assert isinstance(self._step.plan, BudgetPlan)
         self._plan, self._seen = self._step.plan, {}
 
@@ -88,7 +88,7 @@ class Hold:
                 return loss, None
             reached = torch.cuda.max_memory_allocated()
             return loss, reached if reached > before else None
-        shapes = tuple(t.shape for t in tree_leaves(batch) if isinstance(t, torch.Tensor))
+        shapes = shapes_of(batch)
         self._seen[shapes] = self._seen.get(shapes, 0) + 1
         if self._seen[shapes] != 2:
             return step._run(batch), None
@@ -152,17 +152,24 @@ class Hold:
             )
         return message + "; the step did not happen"
 
-    def _passed(self, peak_bytes: int) -> None:
+    def _passed(self, batch: Any, peak_bytes: int) -> None:
         plan = self._plan
         over = _size(peak_bytes - plan.budget_bytes)
-        warnings.warn(
+        message = (
             f"the step needed {_size(peak_bytes)}, {over} more than its budget of "
-            f"{_size(plan.budget_bytes)}; predicted were {_size(plan.predicted.peak_bytes)}",
-            BudgetWarning,
-            stacklevel=5,
+            f"{_size(plan.budget_bytes)}; predicted were {_size(plan.predicted.peak_bytes)}"
         )
         if self._tighten is not None:
-            self._go_on(peak_bytes)
+            try:
+                self._go_on(batch, peak_bytes)
+            except BudgetError as error:  # the step is done, and others may need less
+                message += f"; {error.message}"
+        warnings.warn(message, BudgetWarning, stacklevel=5)
+
+
+def shapes_of(batch: Any) -> tuple[torch.Size, ...]:
+    """Of all its tensors."""
+    return tuple(tensor.shape for tensor in tensors_of(batch))
 
 
 _HINT = "plan for a smaller budget, or use fit, which does"

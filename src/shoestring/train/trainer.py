@@ -17,7 +17,7 @@ from ..errors import InputError, ShoestringError
 from ..profiling import profile
 from ..tasks import ImageTask, TextTask
 from ..tasks.images import DEVICE_LIMIT_BYTES
-from ..techniques.batches import map_tensors, tensors_of
+from ..trace.batches import map_tensors, tensors_of
 from . import snapshot
 from .apply import Step, apply
 from .distributed import average_statistics, own_tensors

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from ...errors import InputError, NoEffectWarning
+from ...trace.batches import tensors_of
 from ...trace.graph import Trace
 from ..base import Setup
-from ..batches import tensors_of
 from .accumulate import Compensated
 from .simulate import GroupedNormalization
 from .split import cut, examples_of

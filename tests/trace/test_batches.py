@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shoestring.techniques import Microbatching
-from shoestring.techniques.batches import form_of, map_tensors, tensors_of
+from shoestring.trace.batches import form_of, map_tensors, tensors_of
 from shoestring.train.apply import apply
 
 Pair = namedtuple("Pair", "x y")
