@@ -230,6 +230,61 @@ def test_a_loss_that_is_no_mean_is_caught() -> None:
     assert "no mean" in found["gradients"].why
 
 
+def quiet_net() -> tuple[nn.Module, Any]:
+    model = nn.Sequential(nn.Linear(12, 16), nn.Dropout(0.2), nn.ReLU(), nn.Linear(16, 4))
+    return model, (torch.randn(6, 12), torch.arange(6) % 4)
+
+
+@pytest.mark.parametrize("beside", [None, Precision("fp16")], ids=str)
+def test_a_loss_that_is_no_mean_does_not_hide_behind_a_lossy_part(beside: Any) -> None:
+    """Masks of their own, and 16 bits: one step without them tells."""
+    model, batch = quiet_net()
+    if beside is not None:
+        model[1].p = 0.0
+    chosen = [Microbatching(2), *([beside] if beside else [])]
+    for right in (True, False):
+        found = verify(chosen, model, [batch], optimizer=OPTIMIZERS["sgd"](model),
+                       loss=lambda m, b, right=right: classify(m, b) * (1 if right else len(b[1])),
+                       steps=1)  # fmt: skip
+        assert found.ok is found["microbatches"].ok is right
+        assert found["microbatches"].claim is Level.ROUNDING
+        assert found["gradients"].ok and found["gradients"].claim > Level.ROUNDING
+    assert found["microbatches"].error == pytest.approx(2 / 3)  # a third of the batch for all of it
+    assert "no mean" in found["microbatches"].why and found.as_dict()["microbatches"]["ok"] is False
+
+
+def test_what_is_random_without_dropout_is_not_compared() -> None:
+    """Numbers that are drawn and change nothing are no reason (BART's `layerdrop` of 0)."""
+
+    def verified(noise: float) -> Comparison:
+        model, (inputs, labels) = quiet_net()
+        loss = lambda m, b: classify(m, (b[0] + noise * torch.rand_like(b[0]), b[1]))  # noqa: E731
+        data = [(inputs, labels)]
+        sgd = OPTIMIZERS["sgd"](model)
+        found = verify([Microbatching(2)], model, data, loss=loss, optimizer=sgd, steps=1)
+        assert found.ok
+        return found["microbatches"]
+
+    assert verified(1.0).found is Level.NONE and "not compared" in verified(1.0).why
+    assert verified(0.0).found is Level.ROUNDING
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_rounding_is_that_of_autocast(dropout: float) -> None:
+    model, batch = quiet_net()
+    model[1].p = dropout
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return classify(model, batch)
+
+    found = verify([Microbatching(2)], model, [batch], loss=loss,
+                   optimizer=OPTIMIZERS["sgd"](model), steps=1)  # fmt: skip
+    lossless = found["microbatches" if dropout else "gradients"]
+    assert found.ok and lossless.claim is lossless.found is Level.ROUNDING
+    assert lossless.tolerance == 2e-1 and lossless.error > 1e-4  # type: ignore[operator]
+
+
 def test_nothing_that_was_given_is_changed() -> None:
     small = SMALL["transformer"]
     torch.manual_seed(0)

@@ -20,7 +20,7 @@ TOLERANCES = {
     torch.float16: 5e-2,
     torch.bfloat16: 2e-1,
 }
-"""Largest relative error that counts as rounding, by the least precise type in use."""
+"""Largest relative error that counts as rounding, by the least precise type computed in."""
 
 PEAK_TOLERANCE = 0.02
 """Between the predicted and the measured peak, on the CPU."""

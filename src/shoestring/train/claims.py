@@ -8,7 +8,7 @@ from ..planning.plan import Plan
 from .certificate import Comparison, Level
 
 WHAT = ("loss", "gradients", "buffers", "random stream", "optimizer state", "parameters")
-RECOMPUTATION = "recomputation"
+RECOMPUTATION, MICROBATCHES = "recomputation", "microbatches"
 _VALUES = tuple(what for what in WHAT if what != "random stream")
 _MOVED = ("optimizer state", "parameters")
 
@@ -69,11 +69,22 @@ def _microbatches(plan: Plan, at: Circumstances, weaken: object) -> None:
         weaken(values, Level.LOSSY, "each microbatch draws its own masks")
 
 
+def hides_microbatches(plan: Plan, at: Circumstances, made: Claims) -> bool:
+    """Whether other parts' claims let a loss pass that does not split.
+
+    Not asked where BatchNorm trains: it sees the microbatch, so no loss splits.
+    """
+    if plan.microbatching is None or plan.microbatching.simulated or at.batch_norm:
+        return False
+    return at.split and made["gradients"][0] > Level.ROUNDING
+
+
 _SUSPECTS = {
     "buffers": "running statistics moved once more: recomputed BatchNorm?",
     "random stream": "more or fewer numbers were drawn: a dropout mask drawn again?",
     "gradients": "a dropout mask drawn again, or a loss that is no mean over its parts?",
     "loss": "another forward pass, or a loss that is no mean over its parts?",
+    MICROBATCHES: "a loss that is no mean over its parts?",
     RECOMPUTATION: "statistics moved twice, or a dropout mask drawn again?",
 }
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
@@ -17,18 +17,29 @@ from ..errors import InputError, NoEffectWarning
 from ..memory.measure import measure, training_step
 from ..planning.plan import Plan
 from ..techniques.base import Technique
-from ..techniques.batches import map_tensors
 from ..techniques.microbatching.split import examples_of
 from ..techniques.precision.blocks import block_elements, cut
 from ..techniques.precision.moments import SQUARES, SUFFIX, power_of_two
 from ..techniques.sparsity.modules import sparse_tensors
 from ..techniques.sparsity.tensor import SparseTensor
+from ..trace.batches import map_tensors
 from ..trace.blocks import is_normalization
 from ..trace.capture import Loss, user_code
 from ..trace.fakes import make_optimizer
 from .apply import Step, apply
 from .certificate import TOLERANCES, Certificate, Comparison, Level, compare
-from .claims import RECOMPUTATION, WHAT, Circumstances, Claims, claims, suspicion
+from .claims import (
+    MICROBATCHES,
+    RECOMPUTATION,
+    WHAT,
+    Circumstances,
+    Claims,
+    claims,
+    hides_microbatches,
+    suspicion,
+)
+from .dropout import turn_off_dropout
+from .kinds import computed_kinds, whole_fp32
 from .predict import predict_step
 from .streams import rewound_streams, stream_states
 
@@ -49,24 +60,33 @@ def verify(
     Gradients are those of the first step, before the update. Those of sparse tensors are compared
     at the nonzeros with the gradient of the dense model that is zero elsewhere. Everything else is
     compared after the last step. Recomputation is lossless whatever it is combined with: beside
-    lossy parts it is compared with the same plan without it. The model, the optimizer and the
+    lossy parts it is compared with the same plan without it. Whether the loss splits into
+    microbatches must show, too: beside 16 bits and where dropout draws, one step of microbatches
+    alone is compared with a plain one, both without dropout. The model, the optimizer and the
     random streams given are left as they are. FP32 is whole, without TF32. With fewer batches than
     steps they are used again.
     """
     chosen = Plan.of(plan.techniques if isinstance(plan, Plan) else plan)  # without a budget
     data = _batches(batches, steps)
     with rewound_streams() as rewind, ExitStack() as trained:
-        trained.enter_context(_whole_fp32())
+        trained.enter_context(whole_fp32())
         plain = _Plain(model, optimizer, loss)
         expected = plain.train(data)
+        kinds = plain.kinds(data[0])
         rewind()
         planned = _Planned(chosen, model, optimizer, loss)
         if planned.sparse:
             expected.gradients = _Plain(model, optimizer, loss).masked_gradients(planned, data[0])
             rewind()
         found = planned.train(data)
-        promised = claims(chosen, _circumstances(chosen, model, optimizer, data, expected))
-        comparisons = _compare(expected, found, promised, planned)
+        at = _circumstances(chosen, model, optimizer, data, expected)
+        promised = claims(chosen, at)
+        types = kinds | {p.dtype for p in planned.named.values()}
+        comparisons = _compare(expected, found, promised, planned, _tolerance(types))
+        if hides_microbatches(chosen, at, promised):
+            batch = next(batch for batch in data if _is_cut(chosen, batch))
+            given = chosen, batch, rewind, _tolerance(kinds), model, optimizer, loss
+            comparisons += (_microbatches(*given),)
         if chosen.checkpointing is not None and len(chosen.techniques) > 1:
             rewind()
             kept = replace(chosen, checkpointing=None)
@@ -89,33 +109,6 @@ def verify(
     )
 
 
-@contextmanager
-def _whole_fp32() -> Iterator[None]:
-    """No TF32: its rounding, 1e-3, would hide what is compared, or make it look different."""
-    names = [
-        *_precision(torch.backends.cudnn, "conv", "rnn"),
-        *_precision(torch.backends.cuda.matmul),
-    ]
-    before = [getattr(place, name) for place, name, _ in names]
-    try:
-        for place, name, whole in names:
-            setattr(place, name, whole)
-        yield
-    finally:
-        for (place, name, _), value in zip(names, before, strict=True):
-            setattr(place, name, value)
-
-
-def _precision(place: Any, *parts: str) -> list[tuple[Any, str, Any]]:
-    """Where PyTorch's choice of TF32 stands, and its value for none: two names that do not mix."""
-    try:
-        _ = place.allow_tf32
-    except RuntimeError:  # it was set by the newer name
-        parts_of = [getattr(place, part) for part in parts] or [place]
-        return [(part, "fp32_precision", "ieee") for part in parts_of]
-    return [(place, "allow_tf32", False)]
-
-
 def _batches(batches: Iterable[Any], steps: int) -> list[Any]:
     if steps < 1:
         raise InputError(f"verify cannot run {steps} steps", hint="a whole number from 1")
@@ -130,15 +123,22 @@ def _batches(batches: Iterable[Any], steps: int) -> list[Any]:
 def _circumstances(
     plan: Plan, model: nn.Module, optimizer: Optimizer, data: list[Any], plain: _Trained
 ) -> Circumstances:
-    micro = plan.microbatching
     return Circumstances(
         device=next(model.parameters()).device.type,
         batch_norm=any(is_normalization(m) and m.training for m in model.modules()),
         drawn=any(state != plain.streams[0] for state in plain.streams),
-        split=micro is not None
-        and any((examples_of(batch) or 0) > micro.examples_at_once(batch) for batch in data),
+        split=any(_is_cut(plan, batch) for batch in data),
         linear=isinstance(optimizer, torch.optim.SGD),
     )
+
+
+def _is_cut(plan: Plan, batch: Any) -> bool:
+    micro = plan.microbatching
+    return micro is not None and (examples_of(batch) or 0) > micro.examples_at_once(batch)
+
+
+def _tolerance(kinds: set[torch.dtype]) -> float:
+    return max(TOLERANCES[kind] for kind in kinds & TOLERANCES.keys())
 
 
 @dataclass
@@ -233,6 +233,11 @@ class _Plain(_Copy):
     def run(self, batch: Any) -> torch.Tensor:
         return training_step(self.model, batch, self.loss, self.optimizer)
 
+    def kinds(self, batch: Any) -> set[torch.dtype]:
+        """In which the loss is computed, and the gradients with it."""
+        with user_code():
+            return computed_kinds(lambda: self.loss(self.model, map_tensors(torch.clone, batch)))
+
     def masked_gradients(self, planned: _Planned, batch: Any) -> dict[str, torch.Tensor]:
         """Of the model that is zero where the plan's is, at its nonzeros."""
         with torch.no_grad():
@@ -266,10 +271,12 @@ class _Planned(_Copy):
 
 
 def _compare(
-    expected: _Trained, found: _Trained, promised: Claims, planned: _Planned
+    expected: _Trained,
+    found: _Trained,
+    promised: Claims,
+    planned: _Planned,
+    tolerance: float,
 ) -> tuple[Comparison, ...]:
-    kinds = {p.dtype for p in planned.named.values()} & TOLERANCES.keys()
-    tolerance = max(TOLERANCES[kind] for kind in kinds)
     at = planned.at_nonzeros
     moved = {name: at(name, held) for name, held in expected.parameters.items()}
     state = {key: at(key[0], held) for key, held in expected.state.items()}
@@ -298,3 +305,37 @@ def _recomputation(kept: _Trained, again: _Trained, planned: _Planned) -> Compar
     if kept.streams != again.streams:
         made = replace(made, found=Level.LOSSY)
     return made if made.ok else suspicion(made)
+
+
+def _microbatches(
+    plan: Plan,
+    batch: Any,
+    rewind: Callable[[], None],
+    tolerance: float,
+    *trained: Any,
+) -> Comparison:
+    """Loss and gradients of one step without dropout, whole and part by part."""
+
+    def quiet(side: _Copy) -> _Trained:
+        turn_off_dropout(side.model)
+        return side.train([batch])
+
+    rewind()
+    whole = quiet(_Plain(*trained))
+    drawn = whole.streams[0] != whole.streams[1]
+    if drawn and not _split(whole, quiet(_Plain(*trained)), tolerance).ok:  # from the stream's now
+        why = "not compared: without dropout, too, the step is random"
+        return Comparison(MICROBATCHES, Level.ROUNDING, Level.NONE, None, None, why)
+    rewind()
+    parts = quiet(_Planned(Plan(microbatching=plan.microbatching), *trained))
+    made = _split(whole, parts, tolerance)
+    return made if made.ok else suspicion(made)
+
+
+def _split(whole: _Trained, parts: _Trained, tolerance: float) -> Comparison:
+    """The worse of loss and gradients, each on its own scale."""
+    losses = dict(enumerate(whole.losses)), dict(enumerate(parts.losses))
+    pairs: list[tuple[Any, Any]] = [losses, (whole.gradients, parts.gradients)]
+    why = "gradients are added part by part"
+    made = [compare(MICROBATCHES, *pair, Level.ROUNDING, why, tolerance) for pair in pairs]
+    return max(made, key=lambda comparison: comparison.error or 0)
