@@ -24,8 +24,9 @@ from ..planning.search import Candidate
 from ..planning.settings import DENSITIES, Scales, Setting, adapted
 from ..planning.stages import Chain, Schedule, Work
 from ..techniques import Checkpointing
+from ..techniques.precision.update import ELEMENTWISE, kernels_know
 from ..trace.capture import Loss
-from ..trace.fakes import OptimizerLike
+from ..trace.fakes import OptimizerLike, make_optimizer
 from ..trace.graph import Phase, Role, Trace
 from .capture import capture_step
 from .chain import measure_chain
@@ -65,6 +66,9 @@ class DeviceEstimates:
         self._step: dict[str, Any] = {"batch": batch, "loss": loss, "device": device}
         self._model, self._optimizer, self._examples = model, optimizer, examples
         self._device, self._costs = device, costs
+        made = make_optimizer(optimizer, model, {id(p): p for p in model.parameters()})
+        self._in_blocks = type(made) in ELEMENTWISE
+        self._has_kernels = made is not None and kernels_know(made)
         self._updates: dict[tuple[str | None, float | None], Update] = {}
         self._trace: Trace | None = None
         try:
@@ -108,24 +112,36 @@ class DeviceEstimates:
 
     def _made_update(self, setting: Setting) -> Update:
         density = setting.density
-        if setting.precision is not None:
-            return halved(self._update(replace(setting, precision=None)), self._model)
+        narrow = setting.precision is not None
+        if narrow and self._in_blocks:
+            return self._halved(setting)
         ends = DENSITIES[0], DENSITIES[-1]
         if density is not None and density not in ends:  # bytes grow with it by a line
             high, low = (self._update(replace(setting, density=end)) for end in ends)
             return between(low, high, (density - ends[1]) / (ends[0] - ends[1]))
         names, shown = largest(self._trained if density is None else {})
-        trace = self._capture(replace(setting, microbatch=None).plan(), update=names)
-        return traced_update(trace, shown, together=self._device == "cuda")
+        try:
+            trace = self._capture(replace(setting, microbatch=None).plan(), update=names)
+        except (InputError, TraceError):
+            if not narrow:
+                raise
+            return self._halved(setting)  # does not train in 16 bits, which `predict` finds too
+        return traced_update(trace, shown, together=self._device == "cuda" and not narrow)
+
+    def _halved(self, setting: Setting) -> Update:
+        wide = self._update(replace(setting, precision=None))
+        copied = self._device != "cuda" or not self._has_kernels
+        return halved(wide, self._model, copied=copied)
 
     def _capture(self, plan: Plan, *, update: Collection[str] | None = None) -> Trace:
         """The passes of a planned step, or the update of some parameters (of none: of all)."""
+        names = update or self._trained
         return capture_step(
             plan,
             self._model,
             optimizer=None if update is None else self._optimizer,
             passes=update is None,
-            trained=update or self._trained,
+            trained={*names, *(f"{name}_values" for name in names)},  # of sparse ones
             **self._step,
         )
 

@@ -79,10 +79,11 @@ def largest(trained: Mapping[str, int]) -> tuple[list[str], float]:
     return names, sum(trained[name] for name in names) / total if total else 1.0
 
 
-def halved(wide: Update, model: nn.Module) -> Update:
+def halved(wide: Update, model: nn.Module, *, copied: bool = True) -> Update:
     """The same in 16 bits, by rule: there are too many blocks to trace them all.
 
-    BatchNorm and buffers stay as they are.
+    BatchNorm and buffers stay as they are. Only for optimizers whose tensors are cut into blocks;
+    `copied` says whether each block is, to FP32.
     """
     normal = {id(p) for m in model.modules() if is_normalization(m) for p in m.parameters()}
     every = [p for p in model.parameters() if p.is_floating_point()]
@@ -100,5 +101,5 @@ def halved(wide: Update, model: nn.Module) -> Update:
         model_bytes=model_bytes,
         gradient_bytes=gradients,
         state_bytes=state,
-        passing_bytes=copies,
+        passing_bytes=copies if copied else 0,
     )

@@ -204,12 +204,10 @@ class Update:
     def _has_kernels(self, work: Work) -> bool:
         """Whether every tensor lies as its gradient, and the settings are the usual ones."""
         return (
-            type(self._optimizer) in (SGD, Adam, AdamW)
-            and (self._storage.scaled or type(self._optimizer) is SGD)
+            (self._storage.scaled or type(self._optimizer) is SGD)
             and bool(work)
             and all(on_cuda(p) and self._alike(p) for _, p in work)
-            and all(_is_usual(group) for group in self._optimizer.param_groups)
-            and importlib.util.find_spec("triton") is not None
+            and kernels_know(self._optimizer)
         )
 
     def _alike(self, parameter: torch.Tensor) -> bool:
@@ -286,6 +284,15 @@ class Update:
                     wide = gather([value[part]], torch.float32)
                     self._storage.write(block, [made], key, wide, None)
         return made
+
+
+def kernels_know(optimizer: Optimizer) -> bool:
+    """Whether there are CUDA kernels for its arithmetic, which need no copies."""
+    return (
+        type(optimizer) in (SGD, Adam, AdamW)
+        and all(_is_usual(group) for group in optimizer.param_groups)
+        and importlib.util.find_spec("triton") is not None
+    )
 
 
 def _is_usual(group: dict[str, Any]) -> bool:
