@@ -33,6 +33,7 @@ from .fakes import (
     same_random_streams,
 )
 from .graph import Op, ParameterSpec, Phase, Role, Storage, Trace, Value
+from .outside import Outside
 from .recorder import Recorder, StorageRecord
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
@@ -49,7 +50,8 @@ def capture(
     """Run one step of `loss(model, batch)` on fake tensors and return its frozen graph.
 
     `device="cuda"` records the operations CUDA would run instead of the CPU's (`trace.cuda`);
-    neither needs the device. The model, batch and optimizer given are left as they are.
+    neither needs the device. The model, batch and optimizer given are left as they are, and so
+    are other modules that the loss uses.
     """
     if device not in ("cpu", "cuda"):
         raise InputError(f"no accounting for device {device!r}", hint="use 'cpu' or 'cuda'")
@@ -62,11 +64,12 @@ def capture(
         fake_optimizer = make_optimizer(optimizer, twin, mapping)
         if device == "cuda" and fake_optimizer is not None:
             default_to_foreach(fake_optimizer)
-        recorder = Recorder()
+        recorder, outside = Recorder(), Outside(fake_mode)
         kernels: AbstractContextManager[Any] = CudaKernels() if device == "cuda" else nullcontext()
         with (
             named_failures(recorder),
             fake_mode,
+            outside,
             kernels,
             recorder.following(twin),
             recorder,

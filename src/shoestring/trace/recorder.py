@@ -27,6 +27,7 @@ from .graph import Op, Phase, TensorSpec
 from .onednn import with_workspace
 
 _MASK_MAKERS = ("bernoulli", "bernoulli_")
+_UNKNOWN = 2.0  # for what an optimizer reads; not 1.0, which some subtract from one and divide by
 
 
 @dataclass(slots=True)
@@ -158,7 +159,7 @@ class Recorder(TorchDispatchMode):
         if func.namespace == "prim" or not self.recording:
             return self._unrecorded(func, args, kwargs)
         if self._is_step_count(func, args):
-            return 1.0
+            return _UNKNOWN if args[0].constant is None else func(*args)
         schema = func._schema
         inputs: list[tuple[str, TensorSpec]] = []
         mutates: list[str] = []
@@ -206,7 +207,7 @@ class Recorder(TorchDispatchMode):
 
     def _unrecorded(self, func: Any, args: Any, kwargs: Any) -> Any:
         if self._is_step_count(func, args):
-            return 1.0
+            return _UNKNOWN if args[0].constant is None else func(*args)
         out = func(*args, **kwargs)
         if func.namespace != "prim":
             for leaf in tree_leaves(out):
@@ -215,7 +216,7 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _is_step_count(self, func: Any, args: tuple[Any, ...]) -> bool:
-        """A fake optimizer reads its step count: any number does, no size depends on it."""
+        """A fake optimizer reads its step count, or another number; no size depends on it."""
         return (
             self.phase is Phase.OPTIMIZER
             and func is torch.ops.aten._local_scalar_dense.default

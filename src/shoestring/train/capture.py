@@ -27,6 +27,7 @@ from ..trace.fakes import (
     same_random_streams,
 )
 from ..trace.graph import Phase, Trace
+from ..trace.outside import Outside
 from ..trace.recorder import Recorder
 from .apply import Step, apply
 
@@ -59,9 +60,9 @@ def capture_step(
         assert updates is not None
         if device == "cuda":
             default_to_foreach(updates)
-        recorder = Recorder()
+        recorder, outside = Recorder(), Outside(mode)
         kernels: AbstractContextManager[Any] = CudaKernels() if device == "cuda" else nullcontext()
-        with named_failures(recorder), mode, kernels:
+        with named_failures(recorder), mode, outside, kernels:
             step = apply(Plan.of(plan.techniques), twin, updates, loss=loss)
             micro = plan.microbatching
             size = None if micro is None else micro.examples_at_once(data)

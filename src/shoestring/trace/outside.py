@@ -1,0 +1,81 @@
+"""Real tensors in a step on fake ones: what the loss uses beside the model stays as it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+
+_aten = torch.ops.aten
+_NUMBERS = (
+    *(_aten.rand.default, _aten.randn.default, _aten.randint.default, _aten.randint.low),
+    *(_aten.zeros.default, _aten.ones.default, _aten.full.default),
+)
+_LIFTS = (_aten.lift_fresh.default, _aten.lift_fresh_copy.default)
+
+
+class Outside(TorchDispatchMode):
+    """Entered right after the fake mode: keeps what is written and added to real tensors from them.
+
+    The loss may use modules that are not the model's: a discriminator, a teacher. Their gradients
+    are put back on leaving; those the step made live on with this object, as they would in
+    training. A single number is made for real, so that it can be compared and read:
+    `torch.rand([]) < self.layerdrop`. No generator of the user's is used, only the stream.
+    """
+
+    def __init__(self, fake_mode: FakeTensorMode) -> None:
+        super().__init__()
+        self._fake_mode = fake_mode
+        self._gradients: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for key, (leaf, gradient) in self._gradients.items():
+            self._gradients[key] = leaf, leaf.grad
+            leaf.grad = gradient
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        node: Any = torch._C._current_autograd_node()
+        if node is not None and node.name() == "torch::autograd::AccumulateGrad":
+            leaf = node.variable
+            if not isinstance(leaf, FakeTensor):
+                self._gradients.setdefault(id(leaf), (leaf, leaf.grad))
+        if func in _NUMBERS and _is_one_number(args, kwargs):
+            with _disable_current_modes():
+                real = func(*args, **kwargs)
+                converter = self._fake_mode.fake_tensor_converter
+                return converter.from_real_tensor(self._fake_mode, real, make_constant=True)
+        written = func._schema.is_mutable
+        if not written and (not func.is_view or func in _LIFTS):
+            return func(*args, **kwargs)
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if not tensors or any(isinstance(tensor, FakeTensor) for tensor in tensors):
+            return func(*args, **kwargs)
+        if written:
+            return self._written(func, tensors, args, kwargs)
+        with _disable_current_modes():  # a view of a twin would count as memory of its own
+            return func(*args, **kwargs)
+
+    def _written(
+        self, func: Any, tensors: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Arithmetic in place on real tensors alone, which the fake mode would run, on twins."""
+        with _disable_current_modes():
+            twins = {id(tensor): self._fake_mode.from_tensor(tensor) for tensor in tensors}
+        given = {id(twins[id(tensor)]): tensor for tensor in tensors}
+        args, kwargs = tree_map(lambda leaf: twins.get(id(leaf), leaf), (args, kwargs))
+        out = func(*args, **kwargs)
+        return tree_map(lambda leaf: given.get(id(leaf), leaf), out)
+
+
+def _is_one_number(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    shape = next((a for a in (*args, kwargs.get("size")) if isinstance(a, (list, tuple))), None)
+    device = kwargs.get("device")
+    on_cpu = device is None or torch.device(device).type == "cpu"
+    return shape is not None and len(shape) == 0 and on_cpu
