@@ -12,7 +12,7 @@ from shoestring.planning.cost import NOMINAL
 from shoestring.planning.settings import Setting
 from shoestring.train.planner import Planner
 
-BATCH = torch.randn(4, 128)
+BATCH = torch.randn(4, 192)
 
 
 def loss(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -20,7 +20,7 @@ def loss(model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 def deep() -> nn.Module:
-    return nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(6)))
+    return nn.Sequential(*(nn.Linear(192, 192, bias=False) for _ in range(6)))
 
 
 def planner(model: nn.Module, optimizer: Any, device: str = "cpu", **more: Any) -> Planner:
@@ -76,6 +76,6 @@ def test_sparse_weights_have_gradients_and_state() -> None:
     planned = planner(model, torch.optim.Adam(model.parameters()), allow="sparsity")
     dense = planned.estimates._update(Setting())
     sparse = planned.estimates._update(Setting(density=0.5))
-    assert dense.gradient_bytes == 6 * 128 * 128 * 4
+    assert dense.gradient_bytes == 6 * 192 * 192 * 4
     assert sparse.gradient_bytes == pytest.approx(dense.gradient_bytes / 2, rel=0.01)
     assert sparse.state_bytes == pytest.approx(dense.state_bytes / 2, rel=0.01)
