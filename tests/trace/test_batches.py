@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import shoestring as ss
 from shoestring.techniques import Microbatching
 from shoestring.trace.batches import form_of, map_tensors, tensors_of
 from shoestring.train.apply import apply
@@ -91,3 +92,11 @@ def test_what_is_not_alike_has_another_form(one: Any, other: Any) -> None:
 def test_forms_can_be_looked_up() -> None:
     batch = {"x": X, "more": [UserDict(y=Y), None, "text", 3, torch.float16, Kind.ONE]}
     assert {form_of(batch): 1}[form_of(map_tensors(torch.clone, batch))] == 1
+
+
+def test_what_a_batch_holds_is_counted_wherever_it_lies() -> None:
+    model = torch.nn.Linear(2, 3)
+    batch = UserDict(x=X, unused=torch.zeros(50_000))
+    given = {"loss": lambda m, b: m(b["x"]).square().mean(), "optimizer": "sgd"}
+    counted = ss.profile(model, batch, accounting="device", **given).peak_bytes
+    assert ss.measure(model, batch, **given).peak_bytes == counted > 200_000

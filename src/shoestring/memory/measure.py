@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from ..errors import InputError
+from ..trace.batches import tensors_of
 from ..trace.capture import Loss, check_loss, role_by_life, user_code
 from ..trace.fakes import make_optimizer, span
 from ..trace.graph import Phase, Role
@@ -89,7 +89,7 @@ def _device_of(model: nn.Module, batch: Any) -> str:
             hint="put it on one device, cpu or cuda",
         )
     (device,), (kind,) = devices, kinds
-    elsewhere = sorted({str(t.device) for t in _tensors(batch)} - devices)
+    elsewhere = sorted({str(t.device) for t in tensors_of(batch)} - devices)
     if elsewhere:
         raise InputError(
             f"the batch lies on {', '.join(elsewhere)}, the model on {device}",
@@ -102,17 +102,13 @@ def _residents(
     model: nn.Module, batch: Any, optimizer: Optimizer | None
 ) -> list[tuple[Role, list[torch.Tensor]]]:
     """What exists between two steps. Of roles that share a tensor the last one counts."""
-    state = [] if optimizer is None else _tensors([dict(s) for s in optimizer.state.values()])
+    state = [] if optimizer is None else tensors_of([dict(s) for s in optimizer.state.values()])
     return [
-        (Role.INPUT, _tensors(batch)),
+        (Role.INPUT, tensors_of(batch)),
         (Role.OPTIMIZER_STATE, state),
         (Role.BUFFER, list(model.buffers())),
         (Role.MODEL, list(model.parameters())),
     ]
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def _report(device: str, bytes_by_role: dict[Role, int]) -> Measurement:
@@ -190,7 +186,7 @@ def track(
 def _unseen_bytes(batch: Any) -> int:
     """Bytes of storages of which the batch shows only a part: not the step's, but its owner's."""
     groups: dict[int, list[torch.Tensor]] = {}
-    for tensor in _tensors(batch):
+    for tensor in tensors_of(batch):
         groups.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
     unseen = 0
     for group in groups.values():

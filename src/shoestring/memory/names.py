@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
+from ..trace.batches import tensors_of
 from ..trace.blocks import is_normalization
 
 Names = dict[int, tuple[str, str]]
@@ -35,9 +35,8 @@ def resident_names(model: nn.Module, batch: Any, optimizer: torch.optim.Optimize
 def _named(
     model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | None
 ) -> Iterator[tuple[str, str, torch.Tensor]]:
-    for leaf in tree_leaves(batch):
-        if isinstance(leaf, torch.Tensor):
-            yield "minibatch", _form(leaf), leaf
+    for tensor in tensors_of(batch):
+        yield "minibatch", _form(tensor), tensor
     for path, module in model.named_modules():
         normalises = is_normalization(module)
         for name, parameter in module.named_parameters(path, recurse=False):

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._pytree import tree_leaves
 
 from ..errors import InputError, ShoestringError, TraceError
+from .batches import tensors_of
 from .blocks import is_normalization, sparsifiable_names
 from .cuda import CudaKernels
 from .fakes import (
@@ -179,11 +180,10 @@ def _record_step(
         record = recorder.resident(buffer, name.rpartition(".")[0])
         if record is not None:
             step.buffers.append(record)
-    for leaf in tree_leaves(batch):
-        if isinstance(leaf, torch.Tensor):
-            record = recorder.resident(leaf)
-            if record is not None:
-                step.inputs.append(record)
+    for tensor in tensors_of(batch):
+        record = recorder.resident(tensor)
+        if record is not None:
+            step.inputs.append(record)
     recorder.recording = True
 
     recorder.phase = Phase.FORWARD

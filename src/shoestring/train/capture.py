@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves
 
 from ..memory.calibrate import learn_convolutions
 from ..planning.plan import Plan
 from ..techniques.microbatching.split import cut, examples_of
+from ..trace.batches import tensors_of
 from ..trace.capture import Loss, RecordedStep, freeze, named_failures
 from ..trace.cuda import CudaKernels
 from ..trace.fakes import (
@@ -119,11 +119,10 @@ def _record(
         record = recorder.resident(buffer, name.rpartition(".")[0])
         if record is not None:
             made.buffers.append(record)
-    for leaf in tree_leaves(batch):
-        if isinstance(leaf, torch.Tensor):
-            record = recorder.resident(leaf)
-            if record is not None:
-                made.inputs.append(record)
+    for tensor in tensors_of(batch):
+        record = recorder.resident(tensor)
+        if record is not None:
+            made.inputs.append(record)
     recorder.recording = True
 
     def entering(phase: Phase) -> None:
