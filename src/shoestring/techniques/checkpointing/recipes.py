@@ -262,8 +262,10 @@ class Recipes:
 
     def _recipe(self, tensor: torch.Tensor) -> _Recipe | None:
         """How the tensor was made, unless it was changed since, or is read as something else."""
-        recipe, noted, _ = self._noted.get(_key(tensor), (None, None, None))
-        return recipe if noted == _reading(tensor) else None
+        noted = self._noted.get(_key(tensor))
+        if noted is None:  # nothing is asked of it: a sparse weight would become dense to answer
+            return None
+        return noted[0] if noted[1] == _reading(tensor) else None
 
     def _note(self, out: torch.Tensor, recipe: _Recipe) -> None:
         key, storage = _key(out), out.untyped_storage()
