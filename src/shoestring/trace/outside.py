@@ -10,9 +10,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 
 _aten = torch.ops.aten
-_NUMBERS = (
-    *(_aten.rand.default, _aten.randn.default, _aten.randint.default, _aten.randint.low),
-    *(_aten.zeros.default, _aten.ones.default, _aten.full.default),
+_NUMBERS = frozenset(
+    {
+        *(_aten.rand.default, _aten.randn.default, _aten.randint.default, _aten.randint.low),
+        *(_aten.zeros.default, _aten.ones.default, _aten.full.default),
+    }
 )
 _LIFTS = (_aten.lift_fresh.default, _aten.lift_fresh_copy.default)
 
@@ -52,10 +54,10 @@ class Outside(TorchDispatchMode):
                 converter = self._fake_mode.fake_tensor_converter
                 return converter.from_real_tensor(self._fake_mode, real, make_constant=True)
         written = func._schema.is_mutable
-        if not written and (not func.is_view or func in _LIFTS):
+        if FakeTensor in types or (not written and (not func.is_view or func in _LIFTS)):
             return func(*args, **kwargs)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        if not tensors or any(isinstance(tensor, FakeTensor) for tensor in tensors):
+        if not tensors:
             return func(*args, **kwargs)
         if written:
             return self._written(func, tensors, args, kwargs)

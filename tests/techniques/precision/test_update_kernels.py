@@ -13,7 +13,7 @@ from shoestring.techniques.precision.scaling import LossScale
 from shoestring.techniques.precision.update import Update
 
 torch.set_num_threads(1)
-SHAPES = [(5,), (33, 17), (20, 70), (8, 4, 3, 3), (1100,)]
+SHAPES = [(5,), (20, 17), (20, 70), (8, 4, 3, 3)]
 SETTINGS = {
     "adam": (torch.optim.Adam, {"betas": (0.9, 0.98), "weight_decay": 1e-2}),
     "adamw": (torch.optim.AdamW, {"weight_decay": 0.1}),
@@ -56,7 +56,7 @@ def give_gradients(update: Update, number: int) -> None:
 
 
 def compare(device: str) -> None:
-    """Five updates each way: the same random bits, so all but the last bit is the same."""
+    """Four updates each way: the same random bits, so all but the last bit is the same."""
     seen_by = module.on_cuda
     for name in SETTINGS:
         cases = [(torch.float16, True), (torch.bfloat16, True)]
@@ -66,7 +66,7 @@ def compare(device: str) -> None:
             cases.append((torch.bfloat16, False))
         for dtype, stochastic in cases:
             with_kernels, copied = (made(name, device, dtype, stochastic) for _ in range(2))
-            for number in range(5):
+            for number in range(4):
                 for update, kernels in ((with_kernels, True), (copied, False)):
                     give_gradients(update, number)
                     module.on_cuda = lambda tensor, kernels=kernels: kernels
@@ -84,7 +84,7 @@ def check(found: Update, wanted: Update, dtype: torch.dtype) -> None:
         mine, theirs = found._optimizer.state[a], wanted._optimizer.state[b]
         assert mine.keys() == theirs.keys()
         if "step" in mine:
-            assert mine["step"] == theirs["step"] == (4 if dtype is torch.float16 else 5)
+            assert mine["step"] == theirs["step"] == (3 if dtype is torch.float16 else 4)
         tensors = [key for key, value in mine.items() if isinstance(value, torch.Tensor)]
         pairs = [(a, b), *((mine[key], theirs[key]) for key in tensors)]
         for x, y in pairs:
