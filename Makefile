@@ -14,7 +14,7 @@ demo: $(STAMP)
 	$(BIN)/python -m shoestring.demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -n 2
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

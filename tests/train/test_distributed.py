@@ -32,7 +32,6 @@ from train.two_ranks import (
     with_padding,
 )
 
-pytestmark = pytest.mark.xdist_group("ranks")  # which run once for all tests of this file
 ROUNDING = {"fp16": 2e-2}
 """Largest relative error; FP16 adds the parts of a gradient in another order."""
 

@@ -53,9 +53,6 @@ def run(folder, plan=Plan(), *, resume=False, stop_after=None, **others):  # noq
     )
 
 
-pytestmark = pytest.mark.xdist_group("text")  # one run for all tests of this file
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "run"
