@@ -44,7 +44,7 @@ class Storage:
     """Writes FP32 tensors into 16-bit ones, block by block, and reads them."""
 
     def __init__(self, noise: Noise | None, *, scaled: bool) -> None:
-        self.noise, self.scaled = noise, scaled
+        self._noise, self.scaled = noise, scaled
 
     def make(self, state: dict[str, Any], key: str, like: torch.Tensor, pieces: int) -> None:
         """Room for one state tensor in so many pieces."""
@@ -82,7 +82,7 @@ class Storage:
             if skip is not None:
                 chosen = torch.where(skip, torch.stack(slots), chosen)
             torch._foreach_copy_(slots, chosen.unbind())
-        write(_pieces(block, states, key), wide, self.noise, skip)
+        write(_pieces(block, states, key), wide, self._noise, skip)
 
 
 def write(
