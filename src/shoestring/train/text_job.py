@@ -65,14 +65,14 @@ class TextJob:
 
     def optimizer(self, model: nn.Module, device: torch.device) -> torch.optim.Adam:
         """Adam; in FP32 on CUDA it can be captured, in 16 bits it can be anyway."""
-        on_cuda = device.type == "cuda"
+        on_cuda, precision = device.type == "cuda", self.settings.plan.precision
         return torch.optim.Adam(
             model.parameters(),
             lr=self.settings.learning_rate_at(0),
             betas=self.settings.betas,
             weight_decay=self.settings.weight_decay,
             fused=on_cuda,
-            capturable=on_cuda and self.settings.plan.precision is None,
+            capturable=on_cuda and (precision is None or precision.kind == "fp32"),
         )
 
     def learning_rate(self, update: int) -> float:
