@@ -1,28 +1,20 @@
 """One study that was really run, for all tests that read its records."""
 
-import fcntl
-import os
 import random
 import time
 
 import pytest
 from studies import TINY, context, ended, study_process
 
+from once import made_once
+
 KILLS = 1
 
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
-    """The folder of the tiny study; of several processes of tests the first one makes it."""
-    base = tmp_path_factory.getbasetemp()
-    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-    with (shared / "tiny.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        folder = shared / "tiny-study"
-        if not folder.exists():
-            folder.mkdir()
-            make(folder)
-        return folder / "tiny"
+    """The folder of the tiny study."""
+    return made_once(tmp_path_factory, "tiny-study", make) / "tiny"
 
 
 def make(folder):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import itertools
 import random
 from collections.abc import Iterator
@@ -52,14 +51,11 @@ pytestmark = pytest.mark.filterwarnings("ignore::shoestring.errors.NoEffectWarni
 
 
 @pytest.fixture(autouse=True, scope="module")
-def quick() -> Iterator[None]:
-    """One thread, steady where cores are shared; and `measure` collects only what a test made."""
+def one_thread() -> Iterator[None]:
+    """One thread, steady where cores are shared."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    gc.collect()
-    gc.freeze()
     yield
-    gc.unfreeze()
     torch.set_num_threads(threads)
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import shoestring as ss
+from once import made_once
 from shoestring.errors import InputError
 from shoestring.records.run import read, strip_times
 from shoestring.train import snapshot
@@ -26,6 +27,7 @@ from train.two_ranks import (
     batches,
     channels_last,
     make,
+    results,
     together,
     trained,
     units,
@@ -47,17 +49,21 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the ranks leave results and runs."""
-    return tmp_path_factory.mktemp("ranks")
+    """Where the ranks left results and runs."""
+
+    def run(folder: Path) -> None:
+        states = {}
+        for _, plan in CROSSED:
+            states[plan] = trained(make("tied", plan), batches("tied")[: STEPS // 2])["state"]
+        together(folder, states)
+
+    return made_once(tmp_path_factory, "ranks", run)
 
 
 @pytest.fixture(scope="module")
 def found(place: Path) -> list[dict[str, Any]]:
     """The results of both ranks, by job."""
-    states = {}
-    for _, plan in CROSSED:
-        states[plan] = trained(make("tied", plan), batches("tied")[: STEPS // 2])["state"]
-    return together(place, states)
+    return results(place)
 
 
 def alone(model: str, plan: str, optimizer: str = "sgd") -> dict[str, Any]:

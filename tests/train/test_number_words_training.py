@@ -14,11 +14,13 @@ LEAN = ["--checkpoint", "residual-1", "--microbatch", "250"]
 
 
 def shoestring(*arguments, text=None):
+    chosen = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}  # one by itself
     done = subprocess.run(
         [sys.executable, "-m", "shoestring", *map(str, arguments)],
         input=text,
         capture_output=True,
         text=True,
+        env=chosen,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

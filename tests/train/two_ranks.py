@@ -388,8 +388,12 @@ def run(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def together(folder: Path, states: dict[str, Any]) -> list[dict[str, Any]]:
-    """What rank 0 and rank 1 found; runs are in folders beside."""
+def together(folder: Path, states: dict[str, Any]) -> None:
+    """Run both ranks, which leave results and runs in the folder."""
     torch.save(states, folder / "states.pt")
     mp.spawn(run, args=(str(folder),), nprocs=2)
+
+
+def results(folder: Path) -> list[dict[str, Any]]:
+    """What rank 0 and rank 1 found."""
     return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
