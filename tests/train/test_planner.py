@@ -1,5 +1,6 @@
 """Plans for a budget by the device accounting: predicted, then measured, then certified."""
 
+import gc
 import time
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,17 @@ def test_the_trace_of_a_planned_step_has_the_peak_of_the_step(name: str, techniq
     trace = capture_step(plan, model, batch, loss=small.loss, optimizer=optimizer)
     found = memory_profile(trace, "device").peak_bytes
     assert found == pytest.approx(expected.peak_bytes, rel=0.005)
+
+
+def test_a_trace_leaves_nothing_frozen() -> None:
+    """As outside of the tests, which freeze what they imported before they trace."""
+    model, batch = SMALL["mlp"].build(), SMALL["mlp"].batch()
+    gc.unfreeze()
+    try:
+        capture_step(ss.Plan(), model, batch, loss=SMALL["mlp"].loss, optimizer=sgd(model))
+        assert gc.get_freeze_count() == 0
+    finally:
+        gc.freeze()
 
 
 TIMES = {"cnn": 2, "residual": 2, "tied": 1, "lstm": 2, "mlp": 8}
