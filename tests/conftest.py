@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-# Tests run beside each other, and threads that wait for a core that another test has spin: a
-# process a test starts took up to ten times as long with two.
+# Tests run beside each other, and threads that wait for a core that another test has spin: the
+# training that a test starts as a process took twice as long with two.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 _known = 0
