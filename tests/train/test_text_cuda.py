@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from shoestring import Checkpointing, Microbatching, Plan, Precision
+from shoestring import Checkpointing, Microbatching, Plan, Precision, Sparsity
 from shoestring.records.run import read
 from shoestring.train.loop import train
 from shoestring.train.text_settings import text_settings_for
@@ -15,7 +15,13 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 LEAN = Plan.of([Precision("fp16"), Checkpointing("residual-1"), Microbatching(250, unit="tokens")])
-PLANS = {"fp32": Plan(), "fp16": Plan.of([Precision("fp16")]), "lean": LEAN}
+PLANS = {
+    "fp32": Plan(),
+    "fp32 by name": Plan.of([Precision("fp32")]),
+    "fp16": Plan.of([Precision("fp16")]),
+    "lean": LEAN,
+    "sparse": Plan.of([Sparsity(0.5, schedule=((60, 25),)), Precision("fp16")]),
+}
 
 
 def settings(task, plan, **others):

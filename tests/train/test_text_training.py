@@ -79,6 +79,14 @@ def test_records_tell_the_run(finished):
     )
 
 
+@pytest.mark.parametrize("kind", [None, "fp32", "fp16"])
+def test_on_cuda_adam_in_fp32_can_be_captured_however_it_was_asked_for(kind):
+    plan = Plan() if kind is None else Plan.of([Precision(kind)])
+    trainer = Trainer(settings(plan), small_text(), CPU, predict=False)
+    optimizer = trainer.job.optimizer(trainer.job.model()[0], torch.device("cuda"))
+    assert optimizer.defaults["capturable"] is (kind != "fp16")
+
+
 def test_bleu_of_the_run_is_what_the_command_line_says(finished):
     folder, end = finished
     files = [str(folder / "references.txt"), "-i", str(folder / "translations.txt")]
