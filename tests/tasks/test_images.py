@@ -153,3 +153,15 @@ def test_on_the_gpu_and_streamed_there_it_is_the_same_batch():
                 there = feed.batch(epoch, number)
                 assert there[0].is_cuda and there[1].cpu().equal(labels)
                 torch.testing.assert_close(there[0].cpu(), images)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_batch_is_made_in_little_more_than_its_own_memory():
+    feed = Feed(task(200, side=32), 100, seed=0, device=torch.device("cuda"), dtype=torch.float16)
+    feed.batch(0, 0)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    images, _ = feed.batch(0, 1)
+    in_fp32 = 4 * images.numel()
+    assert torch.cuda.max_memory_allocated() - before < 2.5 * in_fp32
