@@ -14,6 +14,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
+from ..trace.passes import passes
+
 KERNEL_TYPES = (torch.float16, torch.bfloat16, torch.float32)
 SUM_BYTES, PARTS = 2**16, 16
 """FP32 sums of 16-bit values are twice the size of the result: no more than so much of it is made
@@ -65,10 +67,10 @@ def _sum_taps(values: Tensor, weights: Tensor, left: int, back: bool = False) ->
     in_place = dtype == values.dtype
     parts = 1 if in_place else min(-(-made.numel() * dtype.itemsize // SUM_BYTES), PARTS)
     step = -(-time // max(parts, 1))
-    for start in range(0, time, step):
+    for start in passes(range(0, time, step)):
         part = made[:, start : start + step]
         total = part if in_place else torch.zeros_like(part, dtype=dtype)
-        for k in range(taps):
+        for k in passes(range(taps)):
             shift = left - k if back else k - left  # from where it goes to where it is read
             low, high = max(start, -shift), min(start + part.shape[1], time - shift)
             if low < high:
@@ -88,11 +90,11 @@ def _weight_gradient(x: Tensor, weights: Tensor, grad_output: Tensor, left: int)
     """
     (batch, time, heads, taps), each = weights.shape, x.shape[2] // weights.shape[2]
     made = torch.empty_like(weights, memory_format=torch.contiguous_format)
-    for start in range(0, time, TILE_TIMES):
+    for start in passes(range(0, time, TILE_TIMES)):
         rows = min(TILE_TIMES, time - start)
         first = start - left  # the input that tap 0 of the first row reads
         low, high = max(0, first), min(time, first + rows + taps - 1)
-        for head in range(heads):
+        for head in passes(range(heads)):
             part = slice(head * each, (head + 1) * each)
             band = x.new_zeros(batch, rows, rows + taps - 1)
             if low < high:

@@ -14,6 +14,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ...trace.passes import passes
+
 CHUNK = 32_760
 """Elements unpacked at a time on the CPU: from 32,768 on `masked_select` makes int64 tables."""
 
@@ -110,7 +112,7 @@ def decode(index: torch.Tensor, shape: Sequence[int], nonzeros: int) -> torch.Te
 
 def _chunks(index: torch.Tensor, numel: int) -> Iterator[tuple[slice, torch.Tensor]]:
     size = CHUNK if index.device.type == "cpu" else -(-numel // 8) * 8
-    for start in range(0, numel, size):
+    for start in passes(range(0, numel, size)):
         stop = min(start + size, numel)
         yield slice(start, stop), _unpack(index[start // 8 : -(-stop // 8)])[: stop - start]
 

@@ -1,0 +1,30 @@
+"""Loops whose passes are alike: to know what memory they take, a first and a last one will do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+Pass = TypeVar("Pass")
+_few = 0
+"""How many ask for memory alone; not of one thread, since a backward may run in another."""
+
+
+@contextmanager
+def memory_alone() -> Iterator[None]:
+    """Within: steps on fake tensors of which nothing but the peak is looked at."""
+    global _few
+    _few += 1
+    try:
+        yield
+    finally:
+        _few -= 1
+
+
+def passes(loop: Sequence[Pass]) -> Sequence[Pass]:
+    """All of a loop; where memory alone is asked for, the first and the last.
+
+    For loops of which no pass needs more than the first, and none keeps anything.
+    """
+    return loop if not _few or len(loop) < 3 else (loop[0], loop[-1])
