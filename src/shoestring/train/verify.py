@@ -39,7 +39,7 @@ from .claims import (
     suspicion,
 )
 from .dropout import turn_off_dropout
-from .kinds import computed_kinds, whole_fp32
+from .floats import computed_kinds, whole_fp32
 from .predict import predict_step
 from .streams import rewound_streams, stream_states
 

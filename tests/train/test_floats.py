@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from shoestring.train.kinds import computed_kinds
+from shoestring.train.floats import computed_kinds
 
 
 def test_autocast_shows_and_views_do_not() -> None:
