@@ -29,6 +29,13 @@ from shoestring.trace.graph import Role
 TABLE = ConvolutionTable.shipped()
 
 
+@pytest.fixture(autouse=True)
+def as_pytorch_has_it(monkeypatch):
+    """Training sets both, for the whole process."""
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.delenv("CUBLASLT_WORKSPACE_SIZE", raising=False)
+
+
 def _trace(model, *inputs, optimizer=None):
     def loss(model, batch):
         out = model(*batch)

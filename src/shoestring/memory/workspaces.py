@@ -7,6 +7,8 @@ one NVIDIA H200 with torch 2.11 and cuDNN 9.19; cuDNN's own choices are a calibr
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
@@ -21,6 +23,19 @@ CUBLAS_BYTES = 32 * 2**20
 """Workspace of a cuBLAS handle on Hopper. Each thread has its own handle: forward and backward."""
 CUBLAS_LT_BYTES = 2**20
 """Workspace of cuBLASLt, which adds a bias in the same kernel (`addmm`)."""
+
+
+def cublas_bytes() -> int:
+    """Of one handle, as CUBLAS_WORKSPACE_CONFIG says it, ":KiB:count" once or more."""
+    said = os.environ.get("CUBLAS_WORKSPACE_CONFIG", "")
+    pairs = re.findall(r":(\d+):(\d+)", said)
+    return sum(1024 * int(size) * int(n) for size, n in pairs) if pairs else CUBLAS_BYTES
+
+
+def cublas_lt_bytes() -> int:
+    """Of one thread, as CUBLASLT_WORKSPACE_SIZE says it, in KiB."""
+    said = os.environ.get("CUBLASLT_WORKSPACE_SIZE", "")
+    return 1024 * int(said) if said.isdecimal() else CUBLAS_LT_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +70,14 @@ def persistent(trace: Trace) -> tuple[Persistent, ...]:
         thread = "forward" if op.phase in (Phase.FORWARD, Phase.OPTIMIZER) else "backward"
         if op.name in _PRODUCTS:
             reason = f"cuBLAS, {thread} thread"
-            found.setdefault(reason, Persistent(op.index, CUBLAS_BYTES, reason))
+            found.setdefault(reason, Persistent(op.index, cublas_bytes(), reason))
         if op.name == "aten.addmm" and dict(op.inputs)["self"].shape[:-1] in ((), (1,)):
             reason = f"cuBLASLt, {thread} thread"
-            found.setdefault(reason, Persistent(op.index, CUBLAS_LT_BYTES, reason))
+            found.setdefault(reason, Persistent(op.index, cublas_lt_bytes(), reason))
         if op.name == "aten._cudnn_rnn" and dict(op.settings).get("dropout", 0) > 0:
             reason = "cuDNN's random states for dropout"
             found.setdefault(reason, Persistent(op.index, DROPOUT_STATE_BYTES, reason))
-    return tuple(found.values())
+    return tuple(workspace for workspace in found.values() if workspace.nbytes)
 
 
 # -- reductions and losses -------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ..memory.device import device_timeline
 from ..memory.measure import Measurement
 from ..planning.plan import Plan
 from ..techniques.base import Technique
@@ -18,6 +19,7 @@ from ..trace.fakes import fake_batch, fake_model, make_optimizer, same_random_st
 from ..trace.outside import Outside
 from ..trace.passes import memory_alone
 from .apply import apply
+from .capture import capture_step
 
 
 def predict_step(
@@ -27,9 +29,20 @@ def predict_step(
     *,
     loss: Loss,
     optimizer: torch.optim.Optimizer,
+    device: str = "cpu",
 ) -> Measurement:
-    """What `apply(plan, …).measure(batch)` will find; nothing is allocated or changed."""
+    """What `apply(plan, …).measure(batch)` will find; nothing is allocated or changed.
+
+    For "cuda" it is what PyTorch's allocator will show, kernels and workspaces of CUDA included,
+    wherever the model lies and whether there is a GPU or not.
+    """
     chosen = Plan.of(plan.techniques if isinstance(plan, Plan) else plan)  # without a budget
+    if device == "cuda":
+        with memory_alone():
+            trace = capture_step(
+                chosen, model, batch, loss=loss, optimizer=optimizer, device=device
+            )
+        return Measurement(device, int(device_timeline(trace).totals.max(initial=0)), {})
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with warnings.catch_warnings(), same_random_streams():
         warnings.simplefilter("ignore")

@@ -78,7 +78,7 @@ class Trainer:
         self.measured_peak_bytes = 0
         """Of the training so far, without the data set."""
         self._measured: list[str] = []
-        """Shapes of the batches that were."""
+        """Shapes of the batches that were; equal on all ranks, which measure together."""
         self.seconds = 0.0
         """Spent by those who trained before this one."""
         self._started = time.monotonic()
@@ -96,7 +96,10 @@ class Trainer:
             ).peak_bytes
         kind = _TYPES["fp32" if plan.precision is None else plan.precision.kind]
         fed = map_tensors(lambda t: t.to(kind) if t.is_floating_point() else t, batch)
-        step = predict_step(plan, model, fed, loss=self.loss, optimizer=optimizer)
+        optimizer = self.job.optimizer(model, self.device)
+        step = predict_step(
+            plan, model, fed, loss=self.loss, optimizer=optimizer, device=self.device.type
+        )
         made["step_peak_bytes"] = step.peak_bytes
         return made
 
@@ -128,7 +131,7 @@ class Trainer:
             if group["lr"] != rate:
                 group["lr"] = rate
         batch = self.feed.batch(epoch, number)
-        shapes = str([list(tensor.shape) for tensor in tensors_of(batch)])
+        shapes = self._shapes(batch)
         measured = shapes in self._measured or self.done < min(MEASURED_UPDATE, self.updates - 1)
         if not measured and self.step.measurable:
             self._note_peak(self.step.measure(batch).peak_bytes)
@@ -140,6 +143,12 @@ class Trainer:
         self.loss_sum.add_(loss)
         self.loss_count += 1
         self.done += 1
+
+    def _shapes(self, batch: Any) -> str:
+        """The same words on all ranks: of shares, which can be unequal, only how many there are."""
+        if self.job.parallel is not None and self.job.parallel.batches == "shares":
+            return f"shares of {ranks()}"
+        return str([list(tensor.shape) for tensor in tensors_of(batch)])
 
     def _note_peak(self, peak_bytes: int) -> None:
         """Of the rank that takes most.

@@ -95,7 +95,10 @@ def verify(
                 without = _Planned(kept, model, optimizer, loss).train(data)
             comparisons += (_recomputation(without, found, planned),)
         trained.close()
-        predicted = predict_step(chosen, model, data[0], loss=loss, optimizer=optimizer)
+        there = next(model.parameters()).device.type
+        predicted = predict_step(
+            chosen, model, data[0], loss=loss, optimizer=optimizer, device=there
+        )
         measured = planned.step.measure(data[0])
         before = measure(plain.model, data[0], loss=loss, optimizer=plain.optimizer, warmup_steps=1)
     return Certificate(
