@@ -10,6 +10,7 @@ import pytest
 from shoestring.cli import main
 from shoestring.errors import InputError
 from shoestring.tasks import load_task, load_text
+from shoestring.tasks.bpe import END, UNKNOWN
 from shoestring.tasks.corpus import is_split, joined, read_corpus
 from shoestring.tasks.prepared import save
 from shoestring.tasks.text import encoded
@@ -128,6 +129,50 @@ def test_windows_line_ends(text):
     assert "\r" not in "".join(plain.source_vocabulary.pieces)
 
 
+def test_the_mark_of_some_editors_is_no_letter(text):
+    plain = load_text(str(text), merges=20)
+    (text / "train.de").write_bytes(b"\xef\xbb\xbf" + (text / "train.de").read_bytes())
+    assert load_text(str(text), merges=20).source_vocabulary == plain.source_vocabulary
+
+
+@pytest.mark.parametrize("lines", [["a b c"] * 5, DE], ids=["letters", "words"])
+def test_no_merges_at_all(text, lines):
+    """None asked for, or none to be found: pieces are letters."""
+    write(text, "train.de", lines)
+    write(text, "train.en", lines)
+    task = load_text(str(text), merges=0 if lines is DE else 20)
+    assert task.notes["merges"] == 0
+    assert all(len(piece.removesuffix("@@")) == 1 for piece in task.source_vocabulary.pieces[4:])
+
+
+def test_codes_of_another_version(text):
+    (text / "code").write_text("#version: 0.3\na b\n")
+    with pytest.raises(InputError, match=r"begin with '#version: 0\.3'"):
+        load_text(str(text))
+    (text / "code").write_text("e i\ni n</w>\n")
+    assert load_text(str(text)).notes["merges"] == 2
+
+
+def test_words_like_special_pieces_are_unknown(text):
+    """As themselves they would end a sentence, or be its padding."""
+    write(text, "train.en", ["a </s> b", "<s> a", "a <pad>", "<unk>", "a"] * 20)
+    write(text, "train.de", DE * 20)
+    task = load_text(str(text), merges=100)
+    assert [task.train[1][n][:-1].count(UNKNOWN) for n in range(5)] == [1, 1, 1, 1, 0]
+    assert all(min(task.train[1][n]) >= END for n in range(5))
+
+
+def test_codes_are_learnt_on_words_where_one_side_is_in_pieces(text):
+    write(text, "train.de", ["hal@@ lo wel@@ t"] * 5)
+    codes = load_text(str(text), merges=50).codes
+    assert "@" not in codes and "ha llo</w>" in codes
+
+
+def test_the_folder_one_is_in_has_its_name(text, monkeypatch):
+    monkeypatch.chdir(text)
+    assert load_text(".", merges=20).name == text.name
+
+
 def test_long_sentences_are_counted(text):
     write(text, "train.de", [*DE[:4], "ein " * 30])
     task = encoded(read_corpus(text, "text"), merges=20, longest=20)
@@ -201,6 +246,12 @@ def test_a_broken_archive(text):
     (text / "train.de.xz").write_bytes(b"no archive at all")
     with pytest.raises(InputError, match=r"cannot read .*train\.de\.xz"):
         load_text(str(text))
+    (text / "train.de.xz").unlink()
+    whole = gzip.compress(os.urandom(200))
+    for damaged in (whole[:-50], whole[:10] + b"\xff" * 20 + whole[30:]):
+        (text / "train.de.gz").write_bytes(damaged)
+        with pytest.raises(InputError, match=r"cannot read .*train\.de\.gz"):
+            load_text(str(text))
 
 
 def test_what_was_prepared_is_found_again(text, monkeypatch):
@@ -268,6 +319,16 @@ def test_a_folder_nobody_may_write_to(text, tmp_path_factory):
 def test_a_damaged_preparation(text):
     load_text(str(text), merges=20)
     (made,) = text.glob("prepared-20-*")
-    (made / "pairs.npz").write_bytes(b"PK nothing")
-    with pytest.raises(InputError, match="is damaged"):
-        load_text(str(text), merges=20)
+    pairs = (made / "pairs.npz").read_bytes()
+    flipped = pairs[:80] + b"\xff" * 20 + pairs[100:]
+    for name, damaged in (
+        *(("pairs.npz", data) for data in (b"PK nothing", b"", pairs[:-50], flipped)),
+        ("notes.json", b"[]"),
+        ("vocabulary.source", b"<s>\n<pad>\n</s>\n<unk>\na\n"),
+        ("references.test", b"a man\n"),
+    ):
+        whole = (made / name).read_bytes()
+        (made / name).write_bytes(damaged)
+        with pytest.raises(InputError, match="is damaged"):
+            load_text(str(text), merges=20)
+        (made / name).write_bytes(whole)

@@ -3,8 +3,10 @@
 import io
 import json
 import random
+import shutil
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ from shoestring.cli import main
 from shoestring.errors import InputError
 from shoestring.models import sentence_loss
 from shoestring.records.run import read, strip_times
-from shoestring.tasks.bpe import PADDING
+from shoestring.tasks.bpe import PADDING, Vocabulary
 from shoestring.tasks.prepared import save
 from shoestring.tasks.token_batches import TextFeed
 from shoestring.train import snapshot, translating
@@ -123,15 +125,54 @@ def test_a_run_translates_by_itself(finished):
     assert made[-2:] == ["", ""]
 
 
-@pytest.mark.parametrize("text", ["eins\nzwei", "eins\nzwei\n"])
+@pytest.mark.parametrize("text", [b"eins\nzwei", b"eins\nzwei\n"])
 def test_the_last_line_needs_no_end(monkeypatch, capsys, text):
+    assert translated(monkeypatch, capsys, text) == ("eins\nzwei\n", "")
+
+
+def test_lines_that_are_no_text_are_translated_and_remarked_on(monkeypatch, capsys):
+    out, said = translated(monkeypatch, capsys, b"\xef\xbb\xbfeins\nf\xfcnf\n")
+    assert out == "eins\nf\ufffdnf\n"
+    assert "warning: 1 lines are not UTF-8, the first is line 2" in said
+
+
+def translated(monkeypatch, capsys, text):
+    """What the command prints where every line is its own translation."""
     monkeypatch.setattr(translating, "load_translator", lambda *given, **named: list)
     monkeypatch.setattr(sys, "argv", ["shoestring", "translate", "run", "--device", "cpu"])
-    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text), encoding="utf-8"))
     monkeypatch.setattr("warnings.showwarning", None)  # main() replaces it
     with pytest.raises(SystemExit):
         main()
-    assert capsys.readouterr().out == "eins\nzwei\n"
+    printed = capsys.readouterr()
+    return printed.out, "".join(s for s in printed.err.splitlines(True) if "loading" not in s)
+
+
+def test_translating_leaves_a_snapshot_that_is_being_written(finished, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(finished[0], folder)
+    (folder / ".snapshot.partial").write_bytes(b"half of one")
+    load_translator(folder, device=CPU, average=False)
+    assert (folder / ".snapshot.partial").exists()
+
+
+def test_a_damaged_snapshot_is_not_passed_over_in_silence(finished, tmp_path, capsys):
+    folder = tmp_path / "run"
+    shutil.copytree(finished[0], folder)
+    newest = snapshot.found(folder)[-1]
+    newest.write_bytes(newest.read_bytes()[:-1])
+    load_translator(folder, device=CPU, average=False)
+    assert f"{newest.name} is damaged" in capsys.readouterr().err
+
+
+def test_a_run_goes_on_with_its_own_words_only(tmp_path):
+    run(tmp_path, stop_after=2)
+    task = small_text()
+    pieces = list(task.source_vocabulary.pieces)
+    pieces[-1], pieces[-2] = pieces[-2], pieces[-1]
+    other = replace(task, source_vocabulary=Vocabulary(tuple(pieces)))
+    with pytest.raises(InputError, match="began with other words than number_words has now"):
+        train(settings(), other, tmp_path, device=CPU, resume=True)
 
 
 @pytest.mark.parametrize("plan", [Plan(), ALL], ids=["plain", "all four"])
@@ -206,6 +247,8 @@ def test_settings_that_cannot_be():
         ({"epochs": 2}, "--updates and --epochs are both given"),
         ({"dropout": 1.0}, r"dropout 1 is not in \[0, 1\)"),
         ({"beam": 0}, "a beam of 0 holds nothing"),
+        ({"length_penalty": float("nan")}, r"length penalty nan is not in \[-10, 10\]"),
+        ({"length_penalty": 1000.0}, r"length penalty 1000 is not in \[-10, 10\]"),
     ):
         with pytest.raises(InputError, match=message):
             settings(**wrong)

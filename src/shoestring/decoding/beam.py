@@ -30,6 +30,11 @@ class Search:
     def __post_init__(self) -> None:
         if self.beam < 1:
             raise InputError(f"a beam of {self.beam} holds nothing", hint="1 or more")
+        if not abs(self.length_penalty) <= 10:  # a power that would overflow, or no number
+            raise InputError(
+                f"length penalty {self.length_penalty:g} is not in [-10, 10]",
+                hint="1 divides a score by its length, 0 leaves it",
+            )
 
     def limit(self, source_length: int) -> int:
         """Pieces of a translation, its end counted; a longer one ends there."""

@@ -42,7 +42,7 @@ def load_task(
     """
     if split not in SPLITS:
         raise InputError(f"unknown split {split!r}", hint="one of " + ", ".join(SPLITS))
-    if name in IMAGES and (languages or merges):
+    if name in IMAGES and (languages or merges is not None):
         raise InputError(f"{name} has no {'languages' if languages else 'merges'}: it is images")
     if name in IMAGES:
         return load_images(name, folder=folder, split=split, seed=seed)
@@ -79,7 +79,8 @@ def load_text(
             raise InputError("number_words is from German to English, with codes of its own")
         return numbers_prepared()
     where = _text_folder(name, folder)
-    return text_in(where, where.name, merges=merges, languages=languages)
+    name = where.name or where.resolve().name  # the folder one is in
+    return text_in(where, name, merges=merges, languages=languages)
 
 
 def _text_folder(name: str, folder: str | Path | None) -> Path:

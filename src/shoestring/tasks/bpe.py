@@ -43,14 +43,24 @@ def learn(lines: Iterable[str], merges: int) -> str:
     return out.getvalue()
 
 
+def merges_in(codes: str) -> int:
+    """How many pairs codes have; InputError for what cannot be read."""
+    lines = codes.splitlines()
+    first = 1 if lines and lines[0].startswith("#version") else 0
+    if first and lines[0] not in ("#version: 0.1", "#version: 0.2"):
+        raise InputError(f"the BPE codes begin with {lines[0]!r}", hint="versions are 0.1 and 0.2")
+    for number, line in enumerate(lines[first:], start=first + 1):
+        if len(line.split(" ")) != 2:
+            raise InputError(f"line {number} of the BPE codes is no pair: {line!r}")
+    return len(lines) - first
+
+
 class Pieces:
     """Splits lines by codes."""
 
     def __init__(self, codes: str) -> None:
-        for number, line in enumerate(codes.splitlines(), start=1):
-            if not line.startswith("#version") and len(line.split(" ")) != 2:
-                raise InputError(f"line {number} of the BPE codes is no pair: {line!r}")
-        self._bpe = _subword_nmt("apply_bpe").BPE(io.StringIO(codes))
+        # Without the number it takes codes of no pair for a wrong one, and ends the process.
+        self._bpe = _subword_nmt("apply_bpe").BPE(io.StringIO(codes), merges=merges_in(codes))
 
     def __call__(self, line: str) -> str:
         return self._bpe.process_line(line)
@@ -78,7 +88,8 @@ class Vocabulary:
 
     @cached_property
     def _numbers(self) -> dict[str, int]:
-        return {piece: number for number, piece in enumerate(self.pieces)}
+        # A word of the text that is spelt like a special piece is none: it would end a sentence.
+        return {piece: n for n, piece in enumerate(self.pieces) if n >= len(SPECIAL)}
 
     def encode(self, line: str) -> list[int]:
         """Numbers of the pieces of a line, and the end."""

@@ -6,9 +6,11 @@ Nothing is dropped in silence: what cannot be trained on is counted, and its fir
 from __future__ import annotations
 
 import bz2
+import codecs
 import gzip
 import lzma
 import re
+import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -176,11 +178,16 @@ def read_lines(path: Path) -> tuple[list[str], set[int]]:
     try:
         with _OPEN.get(path.suffix, open)(path, "rb") as file:
             data = file.read()
-    except (OSError, EOFError, lzma.LZMAError) as error:
+    except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
         said = getattr(error, "strerror", None) or error
         raise InputError(f"cannot read {path}: {said}") from None
-    raw = data.split(b"\n")
-    if raw and not raw[-1]:
+    return lines_of(data)
+
+
+def lines_of(data: bytes) -> tuple[list[str], set[int]]:
+    """The same of bytes; the mark that some editors put before a text is no part of it."""
+    raw = data.removeprefix(codecs.BOM_UTF8).split(b"\n")
+    if not raw[-1]:
         raw.pop()
     lines, damaged = [], set()
     for position, one in enumerate(raw):

@@ -7,6 +7,8 @@ import json
 import os
 import shutil
 import tempfile
+import zipfile
+import zlib
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,9 @@ MERGES = 10_000
 NOTES, CODES, PAIRS = "notes.json", "codes", "pairs.npz"
 CACHE_VARIABLE = "SHOESTRING_CACHE"
 _PARTS = ("train", "valid", "test")
+_DAMAGED = (
+    OSError, EOFError, KeyError, TypeError, ValueError, zipfile.BadZipFile, zlib.error,
+)  # fmt: skip
 
 
 def is_prepared(folder: Path) -> bool:
@@ -189,14 +194,16 @@ def load(folder: Path) -> TextTask:
         about = json.loads((folder / NOTES).read_text(encoding="utf-8"))
         if about["format"] != FORMAT:
             raise InputError(f"{folder} was prepared by another version", hint="prepare it again")
-        with np.load(folder / PAIRS) as arrays:
+        with (folder / PAIRS).open("rb") as file, np.load(file) as arrays:
             sides = {part: _sides(arrays, part) for part in _PARTS}
         references = {
             part: _lines((folder / f"references.{part}").read_text(encoding="utf-8"))
             for part in ("valid", "test")
         }
         codes, source, target = read_vocabularies(folder)
-    except (OSError, KeyError, ValueError) as error:
+        for part, (one, other) in sides.items():
+            _check_fits(part, one, other, source, target, references.get(part))
+    except _DAMAGED as error:
         if isinstance(error, InputError):
             raise
         raise InputError(f"{folder} is damaged: {error}", hint="prepare the text again") from None
@@ -215,6 +222,24 @@ def load(folder: Path) -> TextTask:
         test_references=references["test"],
         notes=about["notes"],
     )
+
+
+def _check_fits(
+    part: str,
+    one: Sentences,
+    other: Sentences,
+    source: Vocabulary,
+    target: Vocabulary,
+    references: tuple[str, ...] | None,
+) -> None:
+    """ValueError where files of one folder are not of one text, or not whole."""
+    counts = {len(one), len(other), len(one) if references is None else len(references)}
+    if len(counts) > 1:
+        raise ValueError(f"{part} has {min(counts)} and {max(counts)} sentences")
+    for side, vocabulary in ((one, source), (other, target)):
+        most = int(side.numbers.max(initial=0))
+        if most >= len(vocabulary.pieces):
+            raise ValueError(f"{part} has piece {most} of {len(vocabulary.pieces)}")
 
 
 def _sides(arrays: Any, part: str) -> tuple[Sentences, Sentences]:

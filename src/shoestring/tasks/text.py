@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 from ..errors import InputError
-from .bpe import Pieces, Sentences, Vocabulary, learn
+from .bpe import Pieces, Sentences, Vocabulary, learn, merges_in
 from .corpus import CONTINUED, Corpus, Pairs, Remarks, is_split, joined
 
 LONGEST = 250
@@ -81,7 +82,8 @@ def encoded(corpus: Corpus, *, merges: int, longest: int = LONGEST) -> TextTask:
     source, target = ([side[p] for p in good] for side in (train.source, train.target))
     codes, learnt = corpus.codes, {}
     if codes is None and not (is_split(source) and is_split(target)):
-        codes, learnt = learn([*source, *target], merges), {"merges_wanted": merges}
+        words = [map(joined, side) if is_split(side) else side for side in (source, target)]
+        codes, learnt = learn(chain(*words), merges), {"merges_wanted": merges}
     pieces = _Splitter(codes, train.remarks)
     in_pieces = [pieces(source, train.source_file), pieces(target, train.target_file)]
     vocabularies = [Vocabulary.of(lines) for lines in in_pieces]
@@ -168,7 +170,7 @@ def _notes(
         "pairs_trained_on": len(used[0]),
         "tokens_trained_on": [len(side.numbers) for side in used],
         "vocabulary": [len(vocabulary.pieces) for vocabulary in vocabularies],
-        "merges": None if codes is None else max(codes.count("\n") - 1, 0),
+        "merges": None if codes is None else merges_in(codes),
         "remarks": {
             name: pairs.remarks.as_dict()
             for name, pairs in corpus.parts.items()

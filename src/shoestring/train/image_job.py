@@ -97,6 +97,9 @@ class ImageJob:
     def begin(self, folder: Path) -> None:
         """Nothing more."""
 
+    def check(self, folder: Path) -> None:
+        """A name has always the same images."""
+
     def finish(self, model: nn.Module, folder: Path, weights: list[Path]) -> dict[str, Any]:
         """Accuracy says it all."""
         return {}

@@ -79,6 +79,10 @@ class Job(Protocol):
         """What a run's folder holds beside records and snapshots."""
         ...
 
+    def check(self, folder: Path) -> None:
+        """InputError where a run that began in the folder cannot go on with this data."""
+        ...
+
     def finish(self, model: nn.Module, folder: Path, weights: list[Path]) -> dict[str, Any]:
         """After the last update: more fields for the last event. Rank 0 alone."""
         ...

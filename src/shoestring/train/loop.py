@@ -137,6 +137,7 @@ def _records(
     """Go on from the state where there is one; write the first event, or drop those to come."""
     host = {**provenance(trainer.device), "ranks": ranks(), "parallel": trainer.parallel}
     if state is not None:
+        on_first(lambda: trainer.job.check(folder))
         trainer.load_state_dict(state)
     with Records(folder) if rank() == 0 else Unwritten() as records:
         if state is not None:

@@ -64,12 +64,14 @@ def save(
     return path
 
 
-def load_latest(folder: Path) -> tuple[dict[str, Any] | None, list[str]]:
+def load_latest(folder: Path, *, held: bool = True) -> tuple[dict[str, Any] | None, list[str]]:
     """The newest snapshot that is whole, None where there never was one; and what was passed over.
 
-    InputError if there are some and none is whole.
+    InputError if there are some and none is whole. What was left half-written goes, but only where
+    this process has `held` the folder: another may be writing it.
     """
-    (folder / _TEMPORARY).unlink(missing_ok=True)
+    if held:
+        (folder / _TEMPORARY).unlink(missing_ok=True)
     damaged: list[str] = []
     for path in reversed(found(folder)):
         try:

@@ -20,7 +20,7 @@ from ..planning.plan import Plan
 from ..tasks import TextTask
 from ..tasks.bpe import PADDING, Vocabulary
 from ..tasks.corpus import joined
-from ..tasks.prepared import write_vocabularies
+from ..tasks.prepared import read_vocabularies, write_vocabularies
 from ..tasks.token_batches import TextFeed, target_tokens
 from ..trace.capture import Loss
 from .average import mean_of_files
@@ -105,6 +105,18 @@ class TextJob:
     def begin(self, folder: Path) -> None:
         """Codes and vocabularies: the folder can translate by itself."""
         write_vocabularies(self._task, folder)
+
+    def check(self, folder: Path) -> None:
+        """Codes and vocabularies are those the run began with: its numbers mean their words."""
+        task = self._task
+        if read_vocabularies(folder) != (
+            task.codes, task.source_vocabulary, task.target_vocabulary,
+        ):  # fmt: skip
+            raise InputError(
+                f"{folder} began with other words than {self.settings.data} has now",
+                hint="resume with the text, --languages and --merges it began with, or start in "
+                "another folder",
+            )
 
     def finish(self, model: nn.Module, folder: Path, weights: list[Path]) -> dict[str, Any]:
         """Translate with the averaged weights, write it down, and score it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -57,7 +58,7 @@ def load_translator(
 ) -> Translator:
     """From a run on text, finished or not; sparse and 16-bit weights stay what they are."""
     folder = Path(run)
-    start = next((event for event in read(folder) if event["event"] == "start"), None)
+    start = next((event for event in read(folder, whole=False) if event["event"] == "start"), None)
     if start is None or "beam" not in start["settings"]:
         raise InputError(f"{folder} is no run on text", hint="shoestring train dc-transformer …")
     settings = start["settings"]
@@ -71,7 +72,9 @@ def load_translator(
     if kept:
         weights, averaged = mean_of_files(kept)
     else:
-        state, _ = snapshot.load_latest(folder)
+        state, damaged = snapshot.load_latest(folder, held=False)
+        for what in damaged:
+            print(f"warning: {what}; taking the one before", file=sys.stderr)
         if state is None:
             raise InputError(f"{folder} has no snapshot yet")
         weights, averaged = state["step"]["model"], 0

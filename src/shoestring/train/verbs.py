@@ -195,6 +195,7 @@ def translate(
 ) -> None:
     """Translate lines of stdin, tokenised as the training text was, to lines of stdout."""
     with working(f"loading {run}"):
+        from ..tasks.corpus import lines_of
         from .trainer import prepare_device
         from .translating import load_translator
 
@@ -205,8 +206,12 @@ def translate(
             length_penalty=length_penalty,
             average=average,
         )
-    for line in translator([line.removesuffix("\n") for line in sys.stdin]):
-        typer.echo(line)
+    lines, damaged = lines_of(sys.stdin.buffer.read())
+    if damaged:
+        shown = f"{len(damaged):,} lines are not UTF-8, the first is line {min(damaged) + 1:,}"
+        print(f"warning: {shown}", file=sys.stderr)
+    for line in translator(lines):
+        typer.echo(line.encode())  # as the texts are, whatever the terminal's encoding
 
 
 def prepare(
