@@ -1,5 +1,6 @@
 """Studies that are killed, resumed, interrupted, and sent to a cluster."""
 
+import errno
 import json
 import os
 import signal
@@ -11,7 +12,7 @@ import pytest
 from studies import FAILED, JOBS, ONE, context, records, study_process
 
 from shoestring.cli import main
-from shoestring.errors import InputError
+from shoestring.errors import InputError, TrainingStopped
 from shoestring.records.run import read
 from shoestring.study.command import Summary, run_study
 from shoestring.study.execute import FAILURE, Place, arguments
@@ -102,6 +103,23 @@ def test_a_failed_run_keeps_its_snapshot_and_goes_on_from_it(tmp_path):
     resumed = [event["step"] for event in read(folder) if event["event"] == "resume"]
     assert resumed == [4] and read(folder)[-1]["event"] == "end"
     assert not list(folder.glob("snapshot-*.pt"))
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
+    file, out = tmp_path / "one.toml", tmp_path / "out"
+    file.write_text(ONE)
+    out.mkdir()
+    (out / "runs").touch()
+    with pytest.raises(InputError, match="cannot write to"):
+        run_study(file, out)
+    (out / "runs").unlink()
+
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "failure.json")
+
+    monkeypatch.setattr("shoestring.study.local.run", full)
+    with pytest.raises(TrainingStopped, match=r"cannot write to failure.json: No space"):
+        run_study(file, out)
 
 
 @pytest.mark.parametrize(("failed", "status"), [(0, 0), (1, 1)])

@@ -96,6 +96,36 @@ def test_values_whose_trial_failed_are_not_chosen(study):
     assert [(c.score.n, c.failed) for c in choice.candidates] == [(2, 0), (1, 1), (2, 0)]
 
 
+def test_a_choice_is_for_its_combination_alone(study):
+    """Grids that do not name the setting are a combination of their own, wherever they stand."""
+    rates = lambda job: -abs(job.settings["lr"] - (0.2 if "density" in job.settings else 0.1))  # noqa: E731
+    search = "[[search]]\nper = ['density']\nover = {lr = [0.1, 0.2]}\n"
+    grids = ["[[grid]]\ndensity = 0.5\n", "[[grid]]\nprecision = 'bf16'\n"]
+    for both in (grids, grids[::-1]):
+        rows = expand(study(BASE + search + "".join(both)), rates).rows
+        assert {(r.settings.get("density"), r.settings["lr"]) for r in rows} == {
+            (0.5, 0.2),
+            (None, 0.1),
+        }
+
+
+def test_a_second_search_goes_on_with_what_was_chosen_for_the_base(study):
+    text = BASE + "density = 0.5\n[[search]]\nper = ['density']\nover = {lr = [0.1, 0.2]}\n"
+    read = study(text + "[[search]]\nover = {warmup = [1, 2]}\n")
+    made = expand(read, lambda job: job.settings["lr"] + job.settings.get("warmup", 0))
+    assert all(s["lr"] == 0.2 for s in trained(made.jobs) if "warmup" in s)
+
+
+def test_what_grids_share_is_one_row(study):
+    made = expand(study(BASE + 2 * "[[grid]]\ndensity = [0.5, 0.5]\n"), lambda job: None)
+    assert len(made.rows) == 1 and made.total == 3
+
+
+def test_profiles_for_two_devices_are_two_runs(study):
+    text = "kind = 'profile'\n[base]\nmodel = 'wrn-10-1'\n[[grid]]\ndevice = ['cpu', 'cuda']"
+    assert expand(study(text), lambda job: None).total == 2
+
+
 def test_the_same_settings_are_the_same_run():
     job = Job("train", {"model": "m", "density": 0.5, "seed": 1, "lr": 0.1})
     turned = Job("train", dict(reversed(job.settings.items())))
@@ -127,6 +157,11 @@ def test_a_fast_equivalent_trains_one_thing_and_shows_another(study):
         ("[[grid]]\nout = 'x'", "has no setting 'out'"),
         ("[[grid]]\nstands_for = {chekpoint = 'no-bn'}", "has no setting 'chekpoint'"),
         ("[[search]]\nover = {lr = 0.1}", "a search is over lists"),
+        ("[[search]]\nover = {lr = []}", "search.over lr has no values"),
+        ("[[grid]]\ndensity = []", r"\[\[grid\]\] density has no values"),
+        ("[[search]]\nover = {lr = [0.1]}\nseeds = [3, 3]", r"seeds \[3, 3\] has one twice"),
+        ("[[figure]]\nname = 'a'\nx = 'counted'", "names 'counted', which is no quantity"),
+        ("[[target]]\nmax_scor = 1.0", r"\[\[target\]\] names 'scor', which is no quantity"),
         ("[[figure]]\nx = 'density'", "a figure needs a name"),
         ("[extra]", "a study has no setting 'extra'"),
         ("[grid]\ndensity = 0.5", "grid must be a list of tables, not {'density': 0.5}"),

@@ -48,10 +48,21 @@ class Folder:
             found = self.outcome(job)
             if found is None:
                 return None
-            value = None if found.error is not None else found.end.get(study.score)
+            value = None if found.error is not None else score_of(found, study.score)
             return math.nan if value is None else float(value)
 
         return score
+
+
+def score_of(found: Outcome, name: str) -> float | None:
+    """Of a run that came to its end; None where it has none."""
+    value = found.end.get(name)
+    if value is not None and not isinstance(value, (int, float)):
+        raise InputError(
+            f"{name!r}, the study's score, is no number in {found.folder}",
+            hint="score = … in its file, such as best_accuracy",
+        )
+    return value
 
 
 @dataclass(frozen=True)
@@ -148,6 +159,11 @@ def _run(
             cluster.run(jobs, folder.of, place, ray, gpus, ended, progress.tick)
         else:
             local.run(jobs, folder.of, place, workers, ended, progress.tick)
+    except OSError as error:  # a failure that cannot be written down
+        raise TrainingStopped(
+            f"cannot write to {error.filename or folder.path}: {error.strerror}",
+            hint="make room and go on with --resume",
+        ) from error
     except local.Stopped as stopped:
         raise TrainingStopped(
             f"stopped by {stopped} after {progress.done} of {progress.total} runs",
@@ -167,6 +183,13 @@ def _held(folder: Folder, study: Study, resume: bool) -> Any:
                 hint="go on with --resume, or name another --out",
             )
         temporary = spec.with_suffix(".partial")
-        temporary.write_text(study.text, encoding="utf-8")
-        temporary.replace(spec)
+        try:
+            (folder.path / RUNS).mkdir(exist_ok=True)
+            temporary.write_text(study.text, encoding="utf-8")
+            temporary.replace(spec)
+        except OSError as error:
+            raise InputError(
+                f"cannot write to {folder.path}: {error.strerror}",
+                hint="make room, or name another --out",
+            ) from None
         yield

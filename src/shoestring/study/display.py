@@ -98,6 +98,6 @@ class Progress:
 
     def _say(self, text: str) -> None:
         if self._bar is not None:
-            self._bar.console.print(text, highlight=False)
+            self._bar.console.print(text, highlight=False, markup=False)
         else:
             print(text, file=sys.stderr, flush=True)

@@ -14,7 +14,7 @@ from typing import Any
 from .spec import Search, Study, Values
 from .statistics import Sample, sample
 
-PLACES = frozenset({"device", "data_on", "snapshot_every", "parallel"})
+PLACES = frozenset({"data_on", "snapshot_every", "parallel"})
 """Where a run happens and what it writes on the way do not make it another run."""
 NEUTRAL = {"checkpoint": "none", "simulated": False, "precision": "fp32", "density": 1.0}
 """Nor do settings that change no bit."""
@@ -78,6 +78,11 @@ class Choice:
     where: Values
     values: Values
     candidates: tuple[Candidate, ...]
+    search: Search
+
+    def is_for(self, point: Mapping[str, Any]) -> bool:
+        """Whether these settings are the combination, not one that has more of the names."""
+        return _where(self.search, point) == self.where
 
 
 @dataclass(frozen=True)
@@ -97,15 +102,17 @@ Score = Callable[[Job], float | None]
 
 def expand(study: Study, score: Score) -> Expansion:
     """The jobs up to the first search that has not ended, or all of them with the rows."""
-    settings = [{**study.base, **point} for grid in study.grids for point in product(grid)]
+    points = [{**study.base, **point} for grid in study.grids for point in product(grid)]
+    by_text = {json.dumps(point, sort_keys=True, default=str): point for point in points}
+    settings = list(by_text.values())  # what two grids share is one row
     jobs: dict[str, Job] = {}
     choices: list[Choice] = []
     waiting = False
     later = 0
     for search in study.searches:
         for where in _combinations(search, settings):
-            chosen = _apply(where, choices)
-            shared = {**_trainable(study.base), **chosen, **where, **search.using}
+            base = _trainable(study.base)
+            shared = {**base, **_apply({**base, **where}, choices), **where, **search.using}
             candidates = [
                 (values, _trials({**shared, **values, "split": "validation"}, search.seeds))
                 for values in product(search.over)
@@ -114,7 +121,7 @@ def expand(study: Study, score: Score) -> Expansion:
                 later += sum(len(trials) for _, trials in candidates)
                 continue
             jobs.update((job.name, job) for _, trials in candidates for job in trials)
-            choices.append(_choose(where, candidates, score))
+            choices.append(_choose(search, where, candidates, score))
         waiting = waiting or any(score(job) is None for job in jobs.values())
     rows = [_row(study, point, {} if waiting else _apply(point, choices)) for point in settings]
     row_jobs = {job.name: job for row in rows for job in row.jobs}
@@ -146,10 +153,15 @@ def _trainable(point: Mapping[str, Any]) -> Values:
 def _combinations(search: Search, settings: Iterable[Values]) -> list[Values]:
     found: dict[str, Values] = {}
     for point in settings:
-        where = {name: point[name] for name in search.per if name in point}
+        where = _where(search, point)
         if matches(search.only, point):
             found[json.dumps(where, sort_keys=True)] = where
     return list(found.values())
+
+
+def _where(search: Search, point: Mapping[str, Any]) -> Values:
+    """Which of the search's combinations a point is."""
+    return {name: point[name] for name in search.per if name in point}
 
 
 def _trials(settings: Values, seeds: Sequence[int]) -> tuple[Job, ...]:
@@ -159,7 +171,7 @@ def _trials(settings: Values, seeds: Sequence[int]) -> tuple[Job, ...]:
 
 
 def _choose(
-    where: Values, candidates: list[tuple[Values, tuple[Job, ...]]], score: Score
+    search: Search, where: Values, candidates: list[tuple[Values, tuple[Job, ...]]], score: Score
 ) -> Choice:
     """The best mean; values with a failed trial only where all have one, the first of equals."""
     tried = []
@@ -169,13 +181,13 @@ def _choose(
         failed = sum(s is not None and math.isnan(s) for s in scores)
         tried.append(Candidate(values, sample(ended), failed, jobs))
     best = max(tried, key=lambda c: (c.score.n > 0, -c.failed, c.score.mean or 0.0))
-    return Choice(where, best.values, tuple(tried))
+    return Choice(where, best.values, tuple(tried), search)
 
 
 def _apply(point: Mapping[str, Any], choices: Iterable[Choice]) -> Values:
     found: Values = {}
     for choice in choices:
-        if matches(choice.where, point):
+        if choice.is_for(point):
             found.update(choice.values)
     return found
 

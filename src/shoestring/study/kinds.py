@@ -68,12 +68,12 @@ def known(names: Iterable[str], there: Collection[str], where: str) -> None:
             raise InputError(f"{where} has no setting {name!r}", hint=_near(name, there))
 
 
-def named(names: Iterable[str], there: Collection[str], where: str) -> None:
-    """InputError for a name that the study does not set."""
+def named(names: Iterable[str], there: Collection[str], where: str, what: str = "setting") -> None:
+    """InputError for a name that the study does not set, or know."""
     for name in names:
         if name not in there:
             raise InputError(
-                f"{where} names {name!r}, which is no setting of this study",
+                f"{where} names {name!r}, which is no {what} of this study",
                 hint=_near(name, there),
             )
 

@@ -21,6 +21,12 @@ PROFILED = frozenset(
     "model input loss batch optimizer density precision microbatch checkpoint accounting device "
     "simulated".split()
 )
+QUANTITIES = frozenset(
+    "score interval score_loss n failed seconds flops_ratio counted_bytes measured_bytes "
+    "predicted_bytes model_bytes optimizer_bytes activation_bytes reduction model_reduction "
+    "optimizer_reduction activation_reduction measured_reduction".split()
+)
+"""What is known of a row beside its settings."""
 TECHNIQUES = ("sparsity", "precision", "checkpointing", "microbatching")
 KINDS = ("train", "profile")
 FIGURES = ("line", "front", "pie")
@@ -156,6 +162,7 @@ def from_values(given: Values, text: str, name: str) -> Study:
     }
     baseline = _flat(given["baseline"]) if "baseline" in given else None
     named(baseline or (), shown, "baseline")
+    named(given.get("columns", ()), QUANTITIES, "columns", "quantity")
     return Study(
         name=given.get("name", name),
         title=given.get("title") or given.get("name", name),
@@ -203,6 +210,8 @@ def _settings(given: Mapping[str, Any], kind: str, where: str, *, lists: bool = 
         flags = [n for n in settings if not n.startswith(tuple(f"{t}." for t in TECHNIQUES))]
         known(flags, trained() if kind == "train" else PROFILED, where)
         check(settings, allowed, where)
+    if empty := next((name for name, value in flat.items() if value == []), None):
+        raise InputError(f"{where} {empty} has no values")
     return {**flat, **own, **({"stands_for": real} if "stands_for" in own else {})}
 
 
@@ -241,6 +250,8 @@ def _target(given: Values, shown: set[str]) -> Target:
     named(where, shown, "[[target]] where")
     found = _flat({name: value for name, value in given.items() if name != "where"})
     check(found, {name: float for name in found if name not in shown}, "[[target]]")
+    plain = (name.removeprefix("max_").removeprefix("min_") for name in found)
+    named(plain, QUANTITIES | shown, "[[target]]", "quantity or setting")
     return Target(where, found)
 
 
@@ -254,10 +265,18 @@ def _figure(given: Values, shown: set[str]) -> Figure:
     series = given.get("series", ())
     series = (series,) if isinstance(series, str) else tuple(series)
     named(series, shown, "[[figure]] series")
+    axes = [given[axis] for axis in ("x", "y") if axis in given]
+    named(axes, QUANTITIES | shown, "[[figure]]", "quantity or setting")
     return Figure(**{**given, "series": series})
 
 
 def _seeds(given: Values, default: tuple[int, ...]) -> tuple[int, ...]:
     if "seeds" in given:
-        return tuple(given["seeds"])
+        seeds = tuple(given["seeds"])
+        if not seeds or len(set(seeds)) < len(seeds):
+            raise InputError(
+                f"seeds {list(seeds)} " + ("has one twice" if seeds else "has no values"),
+                hint="every trial needs a seed of its own: seeds = [0, 1, 2]",
+            )
+        return seeds
     return tuple(range(at_least_one("trials", given["trials"]))) if "trials" in given else default
