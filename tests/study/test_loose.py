@@ -1,6 +1,7 @@
 """Reports of runs that no study made: which of them are trials of one setting."""
 
 import json
+import re
 import sys
 
 import pytest
@@ -105,6 +106,37 @@ def test_what_cannot_be_read_is_passed_over_and_named(runs):
     ):  # fmt: skip
         assert note in made.text
     assert "the loss is nan" in (made.folder / "index.html").read_text()
+
+
+def page_data(text):
+    """What the page's script draws; not a number is no JSON."""
+
+    def strict(name):
+        raise ValueError(name)
+
+    data = re.search(r'id="data">(.*?)</script>', text, re.S)[1]
+    return json.loads(data, parse_constant=strict)
+
+
+def test_folders_of_the_same_name_are_linked_apart(runs):
+    for name, rate in (("a/x", 0.1), ("b #1/x", 0.2)):
+        file = runs(name, 90.0, learning_rate=rate) / FILE
+        first, end = file.read_text().splitlines()
+        losses = (f'{{"event": "evaluation", "epoch": {e}, "loss": {v}}}' for e, v in LOSSES)
+        file.write_text("\n".join([first, *losses, end]) + "\n")
+    text = (report(runs.folder).folder / "index.html").read_text()
+    data = page_data(text)
+    assert [row["runs"] for row in data["rows"]] == [[n] for n in data["curves"]]
+    assert set(data["curves"]) == {"a/x", "b #1/x"}
+    assert all("loss" not in curve for curve in data["curves"].values()), "one was not finite"
+    for at, name in (("../a/x", "a/x"), ("../b%20%231/x", "b #1/x")):
+        assert f'href="#run-{name}"' in text and f'<tr id="run-{name}">' in text
+        assert f'href="{at}/records.jsonl"' in text
+    alone = (report(runs.folder / "a/x").folder / "index.html").read_text()
+    assert 'href="../records.jsonl"' in alone
+
+
+LOSSES = ((1, 0.5), (2, "NaN"))
 
 
 @pytest.mark.parametrize("line", ['{"loss": 1}', '"text"', "[]", '{"event": "start"}'])

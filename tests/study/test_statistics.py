@@ -48,6 +48,11 @@ def test_best_within_a_budget(points, budget):
         assert points[found] == min(fitting, key=lambda p: (-p[1], p[0]))
 
 
+def test_what_is_no_number_beats_nothing():
+    points = [(1.0, 5.0), (1.0, math.nan), (1.0, 9.0)]
+    assert pareto_front(points) == [2] and best_within(points, 1.0) == 2
+
+
 def test_families_at_equal_memory():
     families = {"sparse": [(2, 90), (5, 94)], "narrow": [(1, 85), (5, 93), (6, 95)]}
     assert at_equal_memory(families) == [

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
+from posixpath import normpath
 from typing import Any
+from urllib.parse import quote
 
 from ..errors import InputError
 from ..memory.model import MemoryProfile
+from ..records.run import FILE
 from ..units import format_size
 from .execute import Outcome
 from .results import Results, Row
@@ -140,7 +144,7 @@ def _row(results: Results, row: Row, profile: int | None) -> dict[str, Any]:
         "predicted": row.quantities.get("predicted_bytes"),
         "measured": row.quantities.get("measured_bytes"),
         "target": {n: v for n, v in target.items() if v is not None} or None,
-        "runs": [o.folder.name for o in row.outcomes],
+        "runs": list(results.runs_of(row)),
         "profile": profile,
     }
 
@@ -156,8 +160,9 @@ def _curve(found: Outcome) -> dict[str, Any] | None:
     made: dict[str, Any] = {"label": f"seed {found.job.settings.get('seed', 0)}"}
     made["epoch"] = [event["epoch"] for event in events]
     for metric in METRICS:
-        if all(isinstance(event.get(metric), (int, float)) for event in events):
-            made[metric] = [float(f"{event[metric]:.5g}") for event in events]
+        values = [event.get(metric) for event in events]
+        if all(isinstance(value, (int, float)) and math.isfinite(value) for value in values):
+            made[metric] = [float(f"{value:.5g}") for value in values]
     return made
 
 
@@ -308,7 +313,8 @@ def _runs(results: Results) -> str:
     lines = [_box("every run", "scroll tall", "runs"), _cells(heads, "th")]
     for name, run in results.outcomes.items():
         settings = ", ".join(f"{n} {v}" for n, v in run.job.settings.items() if n != "model")
-        first = f'<td><a href="../runs/{escape(name)}/records.jsonl">{escape(name)}</a></td>'
+        at = quote(normpath(f"../{results.place}/{name}/{FILE}"))
+        first = f'<td><a href="{at}">{escape(name)}</a></td>'
         if run.error is not None:
             rest = _cells(["failed", "", "", "", f"{run.error} ({settings})"])
         else:

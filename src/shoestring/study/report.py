@@ -35,7 +35,7 @@ class Report:
                     "settings": dict(row.settings),
                     **row.quantities,
                     "pareto_optimal": number in self.results.front,
-                    "runs": [found.folder.name for found in row.outcomes],
+                    "runs": list(self.results.runs_of(row)),
                 }
                 for number, row in enumerate(self.results.rows)
             ],

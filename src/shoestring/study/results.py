@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
-from .command import SPEC, Folder
+from .command import RUNS, SPEC, Folder, score_of
 from .execute import Outcome
 from .expand import Choice, expand, matches
 from .loose import SCORES, collect
@@ -54,6 +54,8 @@ class Results:
     """Runs that have not ended yet."""
     passed_over: tuple[str, ...] = ()
     """Files that cannot be read, and why."""
+    place: str = RUNS
+    """Where in the folder the names of runs begin."""
 
     @property
     def failed(self) -> int:
@@ -78,6 +80,11 @@ class Results:
         rows = [row for row in self.rows if _point(row) is not None]
         best = best_within([_point(row) or (0.0, 0.0) for row in rows], budget_bytes)
         return None if best is None else rows[best]
+
+    def runs_of(self, row: Row) -> tuple[str, ...]:
+        """The names of all runs behind a row, as `outcomes` has them."""
+        names = {found.folder: name for name, found in self.outcomes.items()}
+        return tuple(names[found.folder] for found in row.outcomes)
 
     def targets_of(self, row: Row) -> dict[str, Any]:
         """What others found for the row's settings."""
@@ -117,6 +124,7 @@ def load_results(path: str | Path) -> Results:
         )
         for made in expansion.rows
     ]
+    _check_score(study.score, [run for row in rows for run in row.runs if run.error is None])
     return Results(
         study,
         tuple(_relative(rows, study.baseline)),
@@ -124,6 +132,15 @@ def load_results(path: str | Path) -> Results:
         outcomes,
         expansion.total - len(outcomes),
     )
+
+
+def _check_score(name: str, ended: Sequence[Outcome]) -> None:
+    if ended and not any(name in run.end for run in ended):
+        there = (n for n, v in ended[0].end.items() if isinstance(v, (int, float)))
+        raise InputError(
+            f"no run has the study's score, {name!r}",
+            hint=f"score = … in its file, one of {', '.join(there)}; then go on with --resume",
+        )
 
 
 def _loose(where: Path) -> Results:
@@ -141,7 +158,8 @@ def _loose(where: Path) -> Results:
     for group in found.groups:
         more = {n: group.others[n] for n in found.telling if n in group.others}
         rows.append(_row(group.score or "", {**group.flags, **more}, {}, group.runs, None, None))
-    return Results(study, tuple(rows), (), found.outcomes, found.unfinished, found.passed_over)
+    held, left, over = found.outcomes, found.unfinished, found.passed_over
+    return Results(study, tuple(rows), (), held, left, over, place=".")
 
 
 def _row(
@@ -153,13 +171,13 @@ def _row(
     measured: Outcome | None,
 ) -> Row:
     ended = [run for run in runs if run.error is None]
-    scored = [run for run in ended if run.end.get(score) is not None]
+    scored = [run for run in ended if score_of(run, score) is not None]
     found = sample([float(run.end[score]) for run in scored])
     made: dict[str, float] = {"n": found.n, "failed": len(runs) - len(ended)}
-    if found.mean is not None:
+    if found.mean is not None and math.isfinite(found.mean):
         made["score"] = found.mean
         made["seconds"] = math.fsum(run.end["seconds"] for run in scored) / len(scored)
-    if found.interval is not None:
+    if "score" in made and found.interval is not None:
         made["interval"] = found.interval
     if profile is not None and profile.error is None:
         made |= _counted(profile.end)

@@ -38,9 +38,11 @@ def sample(values: Sequence[float]) -> Sample:
 def pareto_front(points: Sequence[Point]) -> list[int]:
     """The points that no other one beats: none has as little memory and a better score.
 
-    Indices by rising memory. Of points that are equal in both, the first one is in the front.
+    Indices by rising memory. Of points that are equal in both, the first one is in the front; one
+    that is not a number is not.
     """
-    order = sorted(range(len(points)), key=lambda i: (points[i][0], -points[i][1], i))
+    real = [i for i, point in enumerate(points) if not any(map(math.isnan, point))]
+    order = sorted(real, key=lambda i: (points[i][0], -points[i][1], i))
     front: list[int] = []
     best = -math.inf
     for index in order:

@@ -70,15 +70,19 @@ def _escaped(note: str) -> str:
 
 
 def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    return "| " + " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in cells) + " |"
 
 
 def _tex(text: str) -> str:
-    for sign in "&%$#_{}":
-        text = text.replace(sign, "\\" + sign)
-    for sign, written in {"±": r"$\pm$", "×": r"$\times$", "≤": r"$\le$", "≥": r"$\ge$"}.items():
-        text = text.replace(sign, written)
-    return text.replace("–", "--")
+    return "".join(_TEX.get(sign, sign) for sign in text)
+
+
+_TEX = {
+    **{sign: "\\" + sign for sign in "&%$#_{}"},
+    **{"±": r"$\pm$", "×": r"$\times$", "≤": r"$\le$", "≥": r"$\ge$", "–": "--"},
+    **{"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"},
+    **{"<": r"$<$", ">": r"$>$"},
+}
 
 
 def shown(name: str, value: Any) -> str:
@@ -165,7 +169,7 @@ def main_table(results: Results) -> Table:
     if results.failed:
         notes.append(f"{results.failed} run{'s' * (results.failed > 1)} failed.")
     notes += [f"Passed over: {why}." for why in results.passed_over]
-    sources = tuple(tuple(o.folder.name for o in row.outcomes) for row in results.rows)
+    sources = tuple(map(results.runs_of, results.rows))
     return Table("table", study.title, tuple(heads), tuple(cells), sources, tuple(notes))
 
 
@@ -184,7 +188,7 @@ def front_table(results: Results) -> Table | None:
         )
         for row in rows
     )
-    sources = tuple(tuple(o.folder.name for o in row.outcomes) for row in rows)
+    sources = tuple(map(results.runs_of, rows))
     return Table("front", "Pareto-optimal settings", heads, cells, sources)
 
 
@@ -212,7 +216,7 @@ def family_table(results: Results, label: str = "family") -> Table | None:
                 winner,
             )
         )
-        sources.append(tuple(o.folder.name for r in found.values() if r for o in r.outcomes))
+        sources.append(tuple(n for r in found.values() if r for n in results.runs_of(r)))
     heads = ("within (MB)", *families, "best")
     return Table(
         "equal-memory", "The best within equal memory", heads, tuple(cells), tuple(sources)
