@@ -115,6 +115,17 @@ def test_a_label_that_cannot_be(copy):
         load_task("cifar10", folder=copy)
 
 
+@pytest.mark.parametrize("labels", [["cat"] * IMAGES_PER_FILE, [None] * IMAGES_PER_FILE, [1, 2]])
+def test_labels_that_are_no_numbers(python, tmp_path, labels):
+    for path in python.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    (tmp_path / "data_batch_1").unlink()
+    batch = {b"labels": labels, b"data": np.zeros((IMAGES_PER_FILE, 3072), np.uint8)}
+    (tmp_path / "data_batch_1").write_bytes(pickle.dumps(batch, protocol=2))
+    with pytest.raises(InputError, match=r"data_batch_1 is damaged: \S+ labels \("):
+        load_task("cifar10", folder=tmp_path)
+
+
 def test_what_cannot_be_read(copy):
     (copy / "data_batch_2.bin").unlink()
     (copy / "data_batch_2.bin").mkdir()

@@ -103,8 +103,10 @@ def _read_python(path: Path) -> tuple[Tensor, Tensor]:
             path, f"{path.stat().st_size:,} bytes, about 31 MB expected: {said}"
         ) from None
     shape = (IMAGES_PER_FILE, PIXEL_BYTES)
-    if pixels.dtype != np.uint8 or pixels.shape != shape or labels.shape != shape[:1]:
+    if pixels.dtype != np.uint8 or pixels.shape != shape:
         raise _damaged(path, f"{pixels.dtype} pixels {pixels.shape}, not uint8 {shape}")
+    if labels.dtype.kind not in "iu" or labels.shape != shape[:1]:
+        raise _damaged(path, f"{labels.dtype} labels {labels.shape}, not whole numbers {shape[:1]}")
     return _tensors(path, pixels, labels)
 
 
