@@ -2,12 +2,15 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from shoestring import Checkpointing, Microbatching, Plan, Precision, Sparsity
+from shoestring.models import builtin
 from shoestring.records.run import read
+from shoestring.tasks.token_batches import Shape, TextFeed
 from shoestring.train.predict import predict_step
 from shoestring.train.settings import build_model
 
@@ -51,6 +54,24 @@ def test_a_step_of_the_benchmark(no_workspaces, density):
     measured = rows[f"density {density} microbatch 10, channels_last"]
     parts = LEAN if density == 1 else [Sparsity(density), *LEAN]
     assert predicted("wrn-28-2", parts) == pytest.approx(measured, rel=0.05)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_run_on_text(no_workspaces, precision):
+    runs = [read(folder) for folder in (ROOT / "results/translation/multi30k/runs").glob("*seed0*")]
+    (start, *_, end) = next(
+        run for run in runs if run[0]["settings"]["plan"]["precision"]["kind"] == precision
+    )
+    settings, about = start["settings"], start["data"]
+    known = builtin(settings["model"])
+    source, target = about["vocabulary"]
+    model = known.build(source_vocabulary=source, target_vocabulary=target, dropout=0.3)
+    seen = SimpleNamespace(shapes=[Shape(*shape) for shape in about["batch_shapes"]])
+    adam = torch.optim.Adam(model.parameters(), fused=True, capturable=precision == "fp32")
+    plan = Plan.from_dict(settings["plan"])
+    batch = TextFeed.sample(seen, plan.microbatching.size)  # type: ignore[arg-type]
+    found = predict_step(plan, model, batch, loss=known.loss, optimizer=adam, device="cuda")
+    assert found.peak_bytes == pytest.approx(end["measured_peak_bytes"], rel=0.025)
 
 
 def test_with_workspaces_it_is_as_much_more(no_workspaces, monkeypatch):
