@@ -9,10 +9,12 @@ import pytest
 import tiny_nets
 from shoestring import Plan
 from shoestring.cli import main
+from shoestring.errors import BudgetError
 from shoestring.records.run import Records, read
+from shoestring.tasks import load_task
 from shoestring.tasks.cifar10 import VARIABLE
 from shoestring.train import snapshot
-from shoestring.train.command import Call, _planned_before
+from shoestring.train.command import Call, _plan_for_budget, _planned_before
 
 SHORT = ["train", tiny_nets.TINY, "--data", "digits", "--batch", "100", "--device", "cpu"]
 
@@ -86,6 +88,16 @@ def test_a_budget_is_planned_for(run, tmp_path):
     ):
         status, _, err = run(*resumed, *other)
         assert status == 2 and said in err
+
+
+def test_a_budget_on_cuda_may_be_smaller_than_workspaces_that_training_does_not_have(monkeypatch):
+    call, digits = Call("wrn-10-1", "digits", budget="30 MB"), load_task("digits")
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
+    monkeypatch.setenv("CUBLASLT_WORKSPACE_SIZE", "0")
+    assert _plan_for_budget(call, digits, "cuda").precision.kind == "fp16"
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    with pytest.raises(BudgetError):
+        _plan_for_budget(call, digits, "cuda")
 
 
 def test_records_of_before_do_not_say_the_budget(tmp_path):

@@ -296,13 +296,14 @@ def _plan_for_budget(call: Call, task: ImageTask | TextTask, device: str) -> Pla
     from .planner import plan
 
     assert call.budget is not None
-    settings = _settings(replace(call, budget=None, allow=None), task, torch.device("cpu"))
+    there = torch.device(device)  # its layout and its optimizer; the data stays here
+    settings = _settings(replace(call, budget=None, allow=None), task, there)
     job = job_for(settings, task, torch.device("cpu"))
     model, loss = job.model()
     batch = job.sample()
     with working(f"planning {call.model} for {call.budget}"):
         found = plan(
-            model, batch, loss=loss, optimizer=job.optimizer(model, torch.device("cpu")),
+            model, batch, loss=loss, optimizer=job.optimizer(model, there),
             budget=call.budget, allow=call.allow, device=device,
         ).plan  # fmt: skip
     micro = found.microbatching

@@ -40,6 +40,7 @@ class ImageJob:
         if self.parallel is not None:
             shares = shares_of(settings.batch, self.parallel, settings.plan)
         self._most = max(stop - start for start, stop in shares)
+        self._layout = torch.channels_last if settings.channels_last else torch.preserve_format
         kind = "fp32" if settings.plan.precision is None else settings.plan.precision.kind
         self.feed = Feed(
             task,
@@ -54,8 +55,9 @@ class ImageJob:
         self.updates = settings.epochs * self.feed.steps_per_epoch
 
     def model(self) -> tuple[nn.Module, Loss]:
-        """As the settings name it."""
-        return build_model(self.settings.model, self._task.classes)
+        """As the settings name it, in their layout."""
+        model, loss = build_model(self.settings.model, self._task.classes)
+        return model.to(memory_format=self._layout), loss  # type: ignore[call-overload]
 
     def optimizer(self, model: nn.Module, device: torch.device) -> torch.optim.SGD:
         """SGD with Nesterov's momentum."""
@@ -76,7 +78,7 @@ class ImageJob:
     def sample(self) -> Any:
         """As many examples as the largest share has."""
         images = torch.zeros(self._most, *self._task.images.shape[1:])
-        return images, torch.zeros(self._most, dtype=torch.int64)
+        return images.to(memory_format=self._layout), torch.zeros(self._most, dtype=torch.int64)
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """Accuracy in percent and mean loss, in one wait."""

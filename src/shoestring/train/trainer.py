@@ -59,8 +59,7 @@ class Trainer:
         model, self.loss = self.job.model()
         self.parameters = sum(p.numel() for p in model.parameters())
         self.predicted = self._predict(model) if predict else {}
-        layout = torch.channels_last if settings.channels_last else torch.preserve_format
-        model.to(device, memory_format=layout)  # type: ignore[call-overload]
+        model.to(device)
         optimizer = self.job.optimizer(model, device)
         self.step: Step = apply(
             self.job.plan, model, optimizer, loss=self.loss, parallel=self.job.parallel
