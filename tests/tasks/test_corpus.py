@@ -13,7 +13,7 @@ from shoestring.tasks import load_task, load_text
 from shoestring.tasks.bpe import END, UNKNOWN
 from shoestring.tasks.corpus import is_split, joined, read_corpus
 from shoestring.tasks.prepared import save
-from shoestring.tasks.text import encoded
+from shoestring.tasks.text import Encoder, encoded
 
 DE = ["ein mann", "eine frau läuft", "ein hund", "zwei hunde laufen", "ein kind"]
 EN = ["a man", "a woman runs", "a dog", "two dogs run", "a child"]
@@ -160,6 +160,20 @@ def test_words_like_special_pieces_are_unknown(text):
     task = load_text(str(text), merges=100)
     assert [task.train[1][n][:-1].count(UNKNOWN) for n in range(5)] == [1, 1, 1, 1, 0]
     assert all(min(task.train[1][n]) >= END for n in range(5))
+
+
+def test_marks_that_are_words(text):
+    """Headers of patches are not in pieces, and come out as they went in."""
+    lines = ["@@ -1 +2 @@ eins", "zwei @@ drei", "vier@@ fünf", *["sechs @@"] * 200]
+    for part in ("train", "valid", "test"):
+        for language in ("de", "en"):
+            write(text, f"{part}.{language}", lines)
+    task = load_text(str(text), merges=300)
+    assert task.codes is not None and list(task.test_references) == lines
+    encode = Encoder(task.codes, task.source_vocabulary)
+    for n in (0, 1, 3):
+        assert encode(lines[n]) == task.train[0][n]
+        assert joined(task.source_vocabulary.decode(task.train[0][n])) == lines[n]
 
 
 def test_codes_are_learnt_on_words_where_one_side_is_in_pieces(text):

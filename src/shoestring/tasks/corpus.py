@@ -25,7 +25,8 @@ SPLITS: dict[str, tuple[str, ...]] = {
 }
 """How the names of their files may begin."""
 CONTINUED = "@@"
-"""Ends a piece of a word that goes on, in text after BPE."""
+"""Ends a piece of a word that goes on, in text after BPE; alone it is a word."""
+_GOES_ON = re.compile(rf"(?<=\S){CONTINUED} ")
 NAMED_LINES = 5
 _OPEN: dict[str, Callable[..., Any]] = {
     "": open, ".xz": lzma.open, ".gz": gzip.open, ".bz2": bz2.open,
@@ -209,10 +210,10 @@ def _codes(folder: Path) -> str | None:
 
 def is_split(lines: list[str]) -> bool:
     """Whether a text went through BPE already: a word that goes on, in one line of a hundred."""
-    marked = sum(CONTINUED + " " in line for line in lines)
+    marked = sum(_GOES_ON.search(line) is not None for line in lines)
     return marked * 100 > len(lines)
 
 
 def joined(line: str) -> str:
     """Words of pieces."""
-    return re.sub(rf"{CONTINUED}( |$)", "", line)
+    return _GOES_ON.sub("", line + " ").removesuffix(" ")

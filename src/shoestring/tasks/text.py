@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import InputError
 from .bpe import Pieces, Sentences, Vocabulary, learn, merges_in
-from .corpus import CONTINUED, Corpus, Pairs, Remarks, is_split, joined
+from .corpus import Corpus, Pairs, Remarks, is_split, joined
 
 LONGEST = 250
 """Pieces of a sentence, its end counted, that is trained on: the report's single longest one."""
@@ -60,8 +60,8 @@ class Encoder:
 
     def __call__(self, line: str) -> list[int]:
         words = " ".join(line.split())
-        if self._pieces is not None and CONTINUED + " " not in words:
-            words = self._pieces(words)
+        if self._pieces is not None:  # what came in pieces is split again, as for training
+            words = self._pieces(joined(words))
         return self._vocabulary.encode(words)
 
 
@@ -82,8 +82,8 @@ def encoded(corpus: Corpus, *, merges: int, longest: int = LONGEST) -> TextTask:
     source, target = ([side[p] for p in good] for side in (train.source, train.target))
     codes, learnt = corpus.codes, {}
     if codes is None and not (is_split(source) and is_split(target)):
-        words = [map(joined, side) if is_split(side) else side for side in (source, target)]
-        codes, learnt = learn(chain(*words), merges), {"merges_wanted": merges}
+        words = chain(_words(source), _words(target))
+        codes, learnt = learn(words, merges), {"merges_wanted": merges}
     pieces = _Splitter(codes, train.remarks)
     in_pieces = [pieces(source, train.source_file), pieces(target, train.target_file)]
     vocabularies = [Vocabulary.of(lines) for lines in in_pieces]
@@ -109,10 +109,15 @@ def encoded(corpus: Corpus, *, merges: int, longest: int = LONGEST) -> TextTask:
         train=used,  # type: ignore[arg-type]
         valid=held["valid"],  # type: ignore[arg-type]
         test=held["test"],  # type: ignore[arg-type]
-        valid_references=tuple(joined(line) for line in corpus.parts["valid"].target),
-        test_references=tuple(joined(line) for line in corpus.parts["test"].target),
+        valid_references=_words(corpus.parts["valid"].target),
+        test_references=_words(corpus.parts["test"].target),
         notes={**_notes(corpus, used, vocabularies, codes), **learnt},
     )
+
+
+def _words(lines: list[str]) -> tuple[str, ...]:
+    """The text as it was before it went through BPE, if it did."""
+    return tuple(joined(line) for line in lines) if is_split(lines) else tuple(lines)
 
 
 class _Splitter:
