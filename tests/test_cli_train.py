@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -95,6 +96,8 @@ def test_a_budget_on_cuda_may_be_smaller_than_workspaces_that_training_does_not_
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
     monkeypatch.setenv("CUBLASLT_WORKSPACE_SIZE", "0")
     assert _plan_for_budget(call, digits, "cuda").precision.kind == "fp16"
+    with pytest.raises(BudgetError):  # the step alone takes 26.5 MB, its minibatch 1.2 once more
+        _plan_for_budget(replace(call, budget="27 MB"), digits, "cuda")
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
     with pytest.raises(BudgetError):
         _plan_for_budget(call, digits, "cuda")

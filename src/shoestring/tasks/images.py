@@ -115,6 +115,11 @@ class Feed:
         """Of the data set, on the device, the whole time."""
         return 0 if self.streams or self.device.type == "cpu" else self.task.data_bytes
 
+    @property
+    def drawn_bytes(self) -> int:
+        """Order and crops of an epoch: of each image 32 bits and twice 16."""
+        return 8 * len(self.task.images)
+
     def _make_tables(self) -> None:
         """Where the rows and columns of every crop lie, mirrored ones behind the others; scales."""
         task = self.task

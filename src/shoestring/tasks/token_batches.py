@@ -66,8 +66,8 @@ class TextFeed:
     the longest fills up with rows of padding, so every sentence is seen once an epoch.
     """
 
-    resident_bytes = 0
-    """Sentences stay on the host; a batch is small."""
+    resident_bytes = drawn_bytes = 0
+    """Sentences and their order stay on the host; a batch is small."""
 
     def __init__(
         self,

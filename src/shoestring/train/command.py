@@ -21,6 +21,7 @@ from ..records.run import FILE, Event, read
 from ..tasks import ImageTask, TextTask, load_task
 from ..tasks.images import DEVICE_LIMIT_BYTES
 from ..techniques import Checkpointing, Microbatching, Precision, Sparsity
+from ..trace.batches import tensors_of
 from ..units import format_count, format_size, parse_size
 from .display import duration
 from .group import local_device, parallel_for, process_group
@@ -301,10 +302,13 @@ def _plan_for_budget(call: Call, task: ImageTask | TextTask, device: str) -> Pla
     job = job_for(settings, task, torch.device("cpu"))
     model, loss = job.model()
     batch = job.sample()
+    room = parse_size(call.budget)
+    if device == "cuda":  # a captured step copies its minibatch
+        room -= job.feed.drawn_bytes + sum(t.nbytes for t in tensors_of(batch))
     with working(f"planning {call.model} for {call.budget}"):
         found = plan(
             model, batch, loss=loss, optimizer=job.optimizer(model, there),
-            budget=call.budget, allow=call.allow, device=device,
+            budget=max(room, 1), allow=call.allow, device=device,
         ).plan  # fmt: skip
     micro = found.microbatching
     if micro is None or not isinstance(task, TextTask):

@@ -30,6 +30,11 @@ class Feed(Protocol):
         """Of the data set, on the device, the whole time."""
         ...
 
+    @property
+    def drawn_bytes(self) -> int:
+        """Of what is drawn for an epoch, on the device until the next."""
+        ...
+
     def batch(self, epoch: int, number: int) -> Any:
         """Batch `number` of an epoch, both counted from 0."""
         ...
