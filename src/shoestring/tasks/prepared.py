@@ -206,7 +206,9 @@ def load(folder: Path) -> TextTask:
     except _DAMAGED as error:
         if isinstance(error, InputError):
             raise
-        raise InputError(f"{folder} is damaged: {error}", hint="prepare the text again") from None
+        raise InputError(
+            f"{folder} is damaged: {error}", hint="remove it, and prepare the text again"
+        ) from None
     return TextTask(
         name=about["name"],
         split="test",
