@@ -135,6 +135,13 @@ def test_the_mark_of_some_editors_is_no_letter(text):
     assert load_text(str(text), merges=20).source_vocabulary == plain.source_vocabulary
 
 
+def test_text_of_16_bits_is_refused(text):
+    """Most of its bytes are UTF-8, too: letters and zeros."""
+    (text / "train.de").write_bytes("\n".join(DE).encode("utf-16"))
+    with pytest.raises(InputError, match=r"train\.de is UTF-16"):
+        load_text(str(text))
+
+
 @pytest.mark.parametrize("lines", [["a b c"] * 5, DE], ids=["letters", "words"])
 def test_no_merges_at_all(text, lines):
     """None asked for, or none to be found: pieces are letters."""

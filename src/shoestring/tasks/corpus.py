@@ -182,6 +182,8 @@ def read_lines(path: Path) -> tuple[list[str], set[int]]:
     except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
         said = getattr(error, "strerror", None) or error
         raise InputError(f"cannot read {path}: {said}") from None
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise InputError(f"{path} is UTF-16, not UTF-8", hint="iconv -f UTF-16 -t UTF-8")
     return lines_of(data)
 
 
