@@ -1,6 +1,7 @@
 """Plans for a budget by the device accounting: predicted, then measured, then certified."""
 
 import gc
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from shoestring.planning.stages import Work
 from shoestring.train.capture import capture_step
 from shoestring.train.planner import Planner
 from shoestring.train.predict import predict_step
+from shoestring.units import parse_size
 from techniques.small_models import SMALL
 
 COSTS = NOMINAL["cpu"]
@@ -231,3 +233,24 @@ def test_a_hundred_blocks_take_seconds() -> None:
     plan = planner.plan(planner.estimates.plain.peak_bytes // 2)
     assert plan.predicted.peak_bytes <= plan.budget_bytes
     assert time.process_time() - start < 15  # ten on a machine that does nothing else
+
+
+def test_what_a_hint_names_can_be_had() -> None:
+    """Of a frozen network, whose activations pass through memory that no bound of ours has."""
+    layers = [nn.Linear(64, 64) for _ in range(3)]
+    model = nn.Sequential(layers[0], nn.GELU(), layers[1], nn.GELU(), layers[2]).requires_grad_(
+        False
+    )
+    layers[2].requires_grad_(True)
+    step: dict[str, Any] = {
+        "loss": lambda model, batch: model(batch).square().mean(),
+        "optimizer": torch.optim.SGD(layers[2].parameters(), lr=0.1),
+        "costs": COSTS,
+    }
+    batch = torch.randn(1000, 64).unsqueeze(0)
+    with pytest.raises(BudgetError) as raised:
+        Planner(model, batch, allow="lossless", **step).plan(1000)
+    hints = re.findall(r"allow '([a-z,-]+)' \(about ([^)]*)\)", str(raised.value.hint))
+    assert [name for name, _ in hints] == ["precision", "sparsity"]
+    for allow, size in hints:
+        Planner(model, batch, allow=allow, **step).plan(parse_size(size))

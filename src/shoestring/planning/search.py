@@ -138,7 +138,7 @@ def budget_error(
     budget_bytes: int, margin: float, least: Found | None, hints: Sequence[tuple[str, int]]
 ) -> BudgetError:
     """Nothing fits: the smallest that was found, and what to allow to get lower."""
-    ways = [f"allow {name!r} (about {format_size(size)})" for name, size in hints]
+    ways = [f"allow {name!r} (about {_at_least(size)})" for name, size in hints]
     hint = "; or ".join(ways) or "a smaller model or batch, or an optimizer with less state"
     if least is None:
         return BudgetError(f"no plan fits {format_size(budget_bytes)}", hint=hint)

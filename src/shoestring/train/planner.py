@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import groupby
@@ -216,11 +217,23 @@ class Planner:
         for name in self.allowed.missing(self.batch_norm):
             allowed = replace(allowed, **{name.replace("-", "_"): True})
             lossiest = self._settings(allowed)[-1]
-            either = lossiest, replace(lossiest, precision=None)
-            if (lower := min(map(self.estimates.least_bytes, either))) < known:
-                hints.append((str(allowed), lower))  # as asked for, with what was allowed before
+            lower = self._tightest(lossiest, replace(lossiest, precision=None))
+            if lower is not None and lower < known:
+                # As asked for, with what was allowed before.
+                hints.append((str(allowed), budget_for(lower, self.margin)))
                 known = lower
         return budget_error(budget_bytes, self.margin, least, hints)
+
+    def _tightest(self, *settings: Setting) -> int | None:
+        """Peak of the smallest plan by either, from its own step where that can run."""
+        found = [front[0] for s in settings if (front := self.estimates.front(s))]
+        if not found:
+            return None
+        least = min(found, key=lambda c: c.peak_bytes)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # left out, and why
+            predicted = self.estimates.predict(least)
+        return least.peak_bytes if predicted is None else predicted.peak_bytes
 
 
 def _point(candidate: Candidate) -> FrontPoint:
