@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,9 @@ from shoestring.records.run import read, strip_times
 from shoestring.train import snapshot
 from shoestring.train.apply import apply
 from shoestring.train.certificate import relative_error
+from shoestring.train.sharding import check_sharding
 from shoestring.train.shares import Parallel, cut_evenly
+from shoestring.train.trainer import Trainer
 from techniques.small_models import SMALL
 from train.two_ranks import (
     CROSSED,
@@ -253,6 +256,37 @@ def test_shares_are_whole_microbatches(
     examples: int, parts: int, unit: int, expected: list[tuple[int, int]]
 ) -> None:
     assert cut_evenly(examples, parts, unit) == expected
+
+
+def test_unequal_shares_are_measured_by_all_ranks_together() -> None:
+    """Who goes on from rank 0's snapshot must not take another share for a shape to measure."""
+    trainer: Any = SimpleNamespace(job=SimpleNamespace(parallel=Parallel(batches="shares")))
+    first, second = (Trainer._shapes(trainer, torch.zeros(n, 3)) for n in (12, 13))
+    assert first == second
+
+
+class Blocks(nn.Module):
+    """Two blocks, and a head that may share a weight with one."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(2, 1, 2) for _ in range(2))
+        self.head = nn.Linear(2, 2)
+        if tied:
+            self.head.weight = self.blocks[1].linear1.weight
+        else:
+            self.scale = nn.Parameter(torch.ones(()))
+
+
+@pytest.mark.parametrize(
+    "tied, message",
+    [(True, "a module outside of the blocks shares a parameter with blocks.1"), (False, "scale")],
+)
+def test_what_fsdp_cannot_split_is_said_before_anything_changes(tied: bool, message: str) -> None:
+    model = Blocks(tied)
+    setup: Any = SimpleNamespace(model=model, optimizer=OPTIMIZERS["sgd"](model))
+    with pytest.raises(InputError, match=message):
+        check_sharding(setup, ss.Plan())
 
 
 def test_what_is_no_parallel() -> None:

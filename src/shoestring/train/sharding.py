@@ -56,15 +56,31 @@ def check_sharding(setup: Setup, plan: Plan) -> None:
             "the optimizer has state from before, which fsdp does not split",
             hint="apply before the first step, then load_state_dict",
         )
-    owner: dict[nn.Parameter, tuple[str, ...] | None] = {}
-    for unit in _units(setup.model, plan):
-        for path in unit:
-            for parameter in setup.model.get_submodule(path).parameters():
-                if owner.setdefault(parameter, unit) != unit:
-                    raise InputError(
-                        f"{unit[0]} shares a parameter with {owner[parameter]}",
-                        hint="parallel='ddp' takes shared parameters",
-                    )
+    for name, parameter in setup.model.named_parameters():
+        if parameter.dim() == 0:
+            raise InputError(
+                f"fsdp cannot split {name}, a single number",
+                hint=f"make {name} a tensor of one element, or parallel='ddp'",
+            )
+    owner: dict[nn.Parameter, tuple[str, ...]] = {}
+    units = _units(setup.model, plan)
+    for path, module in setup.model.named_modules(remove_duplicate=False):
+        unit = next((u for u in units if any(_within(path, p) for p in u)), _OUTSIDE)
+        for parameter in module.parameters(recurse=False):
+            held = owner.setdefault(parameter, unit)
+            if held != unit:
+                named = [u[0] for u in (unit, held)]
+                raise InputError(
+                    f"{named[0]} shares a parameter with {named[1]}",
+                    hint="parallel='ddp' takes shared parameters",
+                )
+
+
+_OUTSIDE = ("a module outside of the blocks",)
+
+
+def _within(path: str, block: str) -> bool:
+    return path == block or path.startswith(f"{block}.")
 
 
 def _units(model: nn.Module, plan: Plan) -> list[tuple[str, ...]]:
