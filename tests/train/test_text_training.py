@@ -21,7 +21,7 @@ from shoestring.records.run import read, strip_times
 from shoestring.tasks.bpe import PADDING, Vocabulary
 from shoestring.tasks.prepared import save
 from shoestring.tasks.token_batches import TextFeed
-from shoestring.train import snapshot, translating
+from shoestring.train import loop, snapshot, translating
 from shoestring.train.apply import apply
 from shoestring.train.command import Call, start
 from shoestring.train.loop import train
@@ -163,6 +163,15 @@ def test_a_damaged_snapshot_is_not_passed_over_in_silence(finished, tmp_path, ca
     newest.write_bytes(newest.read_bytes()[:-1])
     load_translator(folder, device=CPU, average=False)
     assert f"{newest.name} is damaged" in capsys.readouterr().err
+
+
+def test_a_rank_without_the_whole_state_keeps_no_weights(monkeypatch, tmp_path):
+    """As under fsdp: the state is rank 0's, the others only take part in gathering it."""
+    trainer = Trainer(settings(), small_text(), CPU, predict=False)
+    monkeypatch.setattr(trainer.step, "state_dict", dict, raising=False)
+    monkeypatch.setattr(loop, "on_first", lambda call: None)
+    loop._keep_weights(tmp_path, trainer)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_run_goes_on_with_its_own_words_only(tmp_path):

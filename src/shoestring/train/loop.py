@@ -166,7 +166,7 @@ def _save(folder: Path, trainer: Trainer, records: Records) -> None:
 
 
 def _keep_weights(folder: Path, trainer: Trainer) -> None:
-    state = {"model": trainer.step.state_dict()["model"]}
+    state = {"model": trainer.step.state_dict().get("model")}  # under fsdp rank 0 alone has it
     keep = trainer.job.weights_kept
     on_first(lambda: snapshot.save(folder, trainer.done, state, kind="weights", keep=keep))
 
