@@ -78,6 +78,9 @@ def test_what_is_no_record_is_named(tmp_path):
     (tmp_path / FILE).write_text('{"event": "start"}\nnot json\n')
     with pytest.raises(InputError, match="line 2 is no event"):
         read(tmp_path)
+    (tmp_path / FILE).write_text("[1]\n")
+    with pytest.raises(InputError, match="line 1 is no event"):
+        read(tmp_path)
 
 
 def test_provenance_names_versions_and_revision(monkeypatch):

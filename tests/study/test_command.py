@@ -105,6 +105,20 @@ def test_a_failed_run_keeps_its_snapshot_and_goes_on_from_it(tmp_path):
     assert not list(folder.glob("snapshot-*.pt"))
 
 
+def test_a_setting_named_again_may_have_either_value(monkeypatch):
+    given = {}
+    monkeypatch.setattr(
+        "shoestring.study.command.run_study", lambda *a, **k: given.update(k) or Summary("f", 1, 0)
+    )
+    only = ["density=0.2", "density=[0.3, 0.4]", "seed=0"]
+    flags = [text for one in only for text in ("--only", one)]
+    monkeypatch.setattr(sys, "argv", ["shoestring", "study", "one.toml", *flags])
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert left.value.code == 0
+    assert given["only"] == {"density": [0.2, 0.3, 0.4], "seed": [0]}
+
+
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
     file, out = tmp_path / "one.toml", tmp_path / "out"
     file.write_text(ONE)

@@ -114,9 +114,12 @@ def read(path: str | Path, *, whole: bool = True) -> list[Event]:
     events = []
     for number, line in enumerate(data.splitlines(), start=1):
         try:
-            events.append(json.loads(line))
+            event = json.loads(line)
         except ValueError:
-            raise InputError(f"{file}, line {number} is no event") from None
+            event = None
+        if not isinstance(event, dict) or "event" not in event:
+            raise InputError(f"{file}, line {number} is no event")
+        events.append(event)
     return events
 
 

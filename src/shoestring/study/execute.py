@@ -64,19 +64,10 @@ def outcome(job: Job, folder: Path) -> Outcome | None:
     if not (folder / FILE).exists():
         return None
     try:
-        events = recorded(folder / FILE)
+        events = read(folder / FILE)
     except InputError:  # a line that was being written when the process was killed
         return None
     return Outcome(job, folder, tuple(events)) if events and events[-1]["event"] == "end" else None
-
-
-def recorded(file: Path) -> list[Event]:
-    """The events of a run's file; InputError where it is somebody else's."""
-    events = read(file)
-    for number, event in enumerate(events, start=1):
-        if not isinstance(event, dict) or "event" not in event:
-            raise InputError(f"{file}, line {number} is no event")
-    return events
 
 
 def failure(folder: Path) -> str | None:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
-from ..records.run import FILE, Event
+from ..records.run import FILE, Event, read
 from ..techniques import Checkpointing, Microbatching, Precision, Sparsity
-from .execute import FAILURE, Outcome, failure, recorded
+from .execute import FAILURE, Outcome, failure
 from .expand import Job
 from .spec import Values
 
@@ -110,7 +110,7 @@ def _run(folder: Path) -> tuple[Values, Values, Outcome | None]:
     events: list[Event] = []
     flags, others = Values(), Values()
     try:
-        events = recorded(folder / FILE)
+        events = read(folder / FILE)
         flags, others = flat_settings(events[0]["settings"]) if events else (flags, others)
     except InputError:
         if error is None:

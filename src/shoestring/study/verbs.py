@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated
+from collections.abc import Iterable
+from typing import Annotated, Any
 
 import typer
 
@@ -68,12 +69,21 @@ def study(
         workers=workers,
         ray=ray,
         gpus=gpus,
-        only=named_values(only or (), "--only", "density=0.2"),
+        only=_values(only or ()),
         place=Place(device=device, data_dir=data_dir, keep_snapshots=keep_snapshots),
     )
     typer.echo(json.dumps(result.as_dict()) if as_json else str(result))
     if result.failed:
         raise typer.Exit(1)
+
+
+def _values(texts: Iterable[str]) -> dict[str, list[Any]]:
+    """What --only says: a setting that is named again may have either value."""
+    found: dict[str, list[Any]] = {}
+    for text in texts:
+        for name, value in named_values([text], "--only", "density=0.2").items():
+            found.setdefault(name, []).extend(value if isinstance(value, list) else [value])
+    return found
 
 
 def report(
