@@ -1,5 +1,6 @@
 """The loop: what a run leaves behind, and that stopping and going on changes no bit of it."""
 
+import errno
 import json
 import os
 import random
@@ -17,6 +18,7 @@ from shoestring.errors import InputError, TrainingStopped
 from shoestring.records.run import FILE, Records, read, strip_times
 from shoestring.train import snapshot
 from shoestring.train.folder import run_folder
+from shoestring.train.image_job import ImageJob
 from shoestring.train.loop import train
 from shoestring.train.settings import settings_for
 from shoestring.train.trainer import Trainer
@@ -294,6 +296,21 @@ def test_a_full_disk_costs_no_snapshot(tmp_path):
     run(tmp_path / "run", resume=True)
     run(tmp_path / "whole")
     assert_same(final(tmp_path / "run"), final(tmp_path / "whole"))
+
+
+@pytest.mark.parametrize("when", ["begin", "finish"])
+def test_a_disk_that_is_full_for_other_files_is_one_line(tmp_path, monkeypatch, when):
+    """What a job writes beside records and snapshots: vocabularies, translations."""
+
+    def full(self, *arguments):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "some.txt")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ImageJob, when, full)
+        with pytest.raises(TrainingStopped, match=r"cannot write to some.txt: No space") as stopped:
+            run(tmp_path, epochs=1)
+    assert stopped.value.exit_status == 1
+    assert run(tmp_path, epochs=1, resume=True)["event"] == "end"
 
 
 def test_a_damaged_snapshot_is_passed_over(tmp_path, capsys):

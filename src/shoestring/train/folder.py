@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ..errors import InputError
+from ..errors import InputError, TrainingStopped
 from ..records.run import FILE
 from . import snapshot
 
@@ -39,3 +39,15 @@ def run_folder(path: Path, *, resume: bool) -> Iterator[Path]:
         yield path
     finally:
         os.close(handle)
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """A disk that is full, say, ends the run in one line; it can go on from its snapshot."""
+    try:
+        yield
+    except OSError as error:
+        raise TrainingStopped(
+            f"cannot write to {error.filename or folder}: {error.strerror}",
+            hint="make room and go on with --resume",
+        ) from error

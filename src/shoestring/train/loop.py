@@ -20,7 +20,7 @@ from ..tasks.images import DEVICE_LIMIT_BYTES
 from . import snapshot
 from .board import Board
 from .display import Display
-from .folder import run_folder
+from .folder import run_folder, writing
 from .group import from_all, largest, on_first, rank, ranks
 from .settings import AnySettings
 from .trainer import Trainer
@@ -145,7 +145,7 @@ def _records(
             records.write("resume", step=trainer.done, host=host)
         else:
             records.truncate(0)
-            on_first(lambda: trainer.job.begin(folder))
+            on_first(writing(folder)(lambda: trainer.job.begin(folder)))
             about = {} if trainer.job.notes is None else {"data": trainer.job.notes}
             records.write(
                 "start",

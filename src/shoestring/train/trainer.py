@@ -21,6 +21,7 @@ from ..trace.batches import map_tensors, tensors_of
 from . import snapshot
 from .apply import Step, apply
 from .distributed import average_statistics, own_tensors
+from .folder import writing
 from .group import from_all, largest, on_first, rank, ranks
 from .job import job_for
 from .predict import predict_step
@@ -235,7 +236,7 @@ class Trainer:
         if self.parallel == "fsdp":
             return {}
         kept = snapshot.found(folder, "weights")
-        return on_first(lambda: self.job.finish(self.step.model, folder, kept))
+        return on_first(writing(folder)(lambda: self.job.finish(self.step.model, folder, kept)))
 
     def state_dict(self) -> dict[str, Any]:
         """Everything a run needs to go on, bit for bit."""
