@@ -163,6 +163,7 @@ def test_a_fast_equivalent_trains_one_thing_and_shows_another(study):
         ("[[figure]]\nname = 'a'\nx = 'counted'", "names 'counted', which is no quantity"),
         ("[[target]]\nmax_scor = 1.0", r"\[\[target\]\] names 'scor', which is no quantity"),
         ("[[figure]]\nx = 'density'", "a figure needs a name"),
+        ("[[figure]]\nname = 'a/b'", r"\[\[figure\]\] name 'a/b' is no name of a file"),
         ("[extra]", "a study has no setting 'extra'"),
         ("[grid]\ndensity = 0.5", "grid must be a list of tables, not {'density': 0.5}"),
         ("[[grid]]\nlabels = 'x'", r"\[\[grid\]\] labels must be a table, not 'x'"),

@@ -10,6 +10,7 @@ from shoestring.study.display import Progress
 from shoestring.study.execute import Outcome
 from shoestring.study.expand import Job, expand
 from shoestring.study.report import report
+from shoestring.study.results import load_results
 from shoestring.study.spec import load
 from shoestring.study.tables import Table
 
@@ -52,6 +53,13 @@ def ended(tmp_path):
         return tmp_path
 
     return write
+
+
+def test_a_study_without_a_title_is_called_like_its_folder(tmp_path):
+    folder = tmp_path / "densities"
+    folder.mkdir()
+    (folder / "study.toml").write_text("[base]\nmodel = 'm'\ndata = 'digits'\n")
+    assert load_results(folder).study.title == "densities"
 
 
 def test_dollars_are_dollars_in_a_figure(ended):

@@ -110,7 +110,7 @@ def load_results(path: str | Path) -> Results:
     where = Path(path)
     if not (where / SPEC).exists():
         return _loose(where)
-    study, folder = load(where / SPEC), Folder(where)
+    study, folder = load(where / SPEC, where.absolute().name), Folder(where)
     expansion = expand(study, folder.score(study))
     outcomes = {j.name: o for j in expansion.jobs if (o := folder.outcome(j)) is not None}
     rows = [

@@ -124,8 +124,11 @@ class Study:
     text: str = field(repr=False)
 
 
-def load(path: str | Path) -> Study:
-    """Read a study's file; what it does not know is an error that names it."""
+def load(path: str | Path, name: str | None = None) -> Study:
+    """Read a study's file; what it does not know is an error that names it.
+
+    `name` is for a file that does not say its own; by default it is the file's.
+    """
     try:
         text = Path(path).read_text(encoding="utf-8")
         given = tomllib.loads(text)
@@ -134,7 +137,7 @@ def load(path: str | Path) -> Study:
     except ValueError as error:
         raise InputError(f"the study {path} is not TOML: {error}") from None
     try:
-        return from_values(given, text, Path(path).stem)
+        return from_values(given, text, name or Path(path).stem)
     except InputError as error:
         raise InputError(f"{path}: {error.message}", hint=error.hint) from None
 
@@ -262,6 +265,8 @@ def _figure(given: Values, shown: set[str]) -> Figure:
         raise InputError("a figure needs a name", hint='name = "accuracy-vs-density"')
     if given.get("kind", "line") not in FIGURES:
         raise InputError(f"unknown figure {given['kind']!r}", hint="one of " + ", ".join(FIGURES))
+    if "/" in given["name"]:
+        raise InputError(f"[[figure]] name {given['name']!r} is no name of a file")
     series = given.get("series", ())
     series = (series,) if isinstance(series, str) else tuple(series)
     named(series, shown, "[[figure]] series")
