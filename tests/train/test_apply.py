@@ -15,6 +15,8 @@ from shoestring.errors import InputError
 from shoestring.planning.plan import Plan
 from shoestring.techniques import Checkpointing, Microbatching, Precision, Sparsity, Technique
 from shoestring.train.apply import Step, apply
+from shoestring.train.fit import fit
+from shoestring.train.verify import verify
 from techniques.small_models import SMALL
 
 CHOSEN: dict[str, list[Technique]] = {
@@ -249,3 +251,38 @@ def test_gradients_that_nobody_reads_are_dropped_too() -> None:
     step = apply([], model, optimizer, loss=lambda m, b: m(b).square().mean())
     step(torch.randn(4, 8))
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_gradients_of_a_backward_pass_before_are_not_added() -> None:
+    (batch,) = batches("residual", 1)
+    steps = [make("residual", [], "sgd") for _ in range(2)]
+    model = steps[0].model
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    for step in steps:
+        step(batch)
+    for one, other in zip(model.parameters(), steps[1].model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_an_optimizer_of_another_model() -> None:
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    with pytest.raises(InputError, match="none of the model's parameters"):
+        apply([], model, OPTIMIZERS["sgd"](other), loss=lambda model, batch: model(batch).sum())
+
+
+@pytest.mark.parametrize("given", ["sgd", torch.optim.SGD])
+def test_what_is_no_optimizer(given: Any) -> None:
+    model, batch = nn.Linear(2, 2), torch.ones(2, 2)
+    step: dict[str, Any] = {"loss": lambda model, batch: model(batch).sum()}
+    with pytest.raises(InputError, match="is no optimizer"):
+        apply([], model, given, **step)
+    with pytest.raises(InputError, match="is no optimizer"):
+        verify([], model, [batch], optimizer=given, **step)
+    with pytest.raises(InputError, match="is no optimizer"):
+        fit(model, batch, optimizer=given, budget="1 MB", **step)
+
+
+def test_one_technique_is_no_list() -> None:
+    with pytest.raises(InputError, match="one technique, not several"):
+        Plan.of(Microbatching(4))  # type: ignore[arg-type]

@@ -33,6 +33,8 @@ class Plan:
     @classmethod
     def of(cls, techniques: Iterable[Technique]) -> Plan:
         """The plan of these techniques, at most one of a kind."""
+        if isinstance(techniques, tuple(_KINDS.values())):
+            raise InputError(f"{techniques!r} is one technique, not several", hint="give a list")
         found: dict[str, Any] = {}
         for technique in techniques:
             name = next((n for n, kind in _KINDS.items() if isinstance(technique, kind)), None)

@@ -105,6 +105,7 @@ def make_optimizer(
                 f"unknown optimizer {optimizer!r}", hint="one of " + ", ".join(sorted(OPTIMIZERS))
             )
         return OPTIMIZERS[optimizer]([p for p in model.parameters() if p.requires_grad])
+    check_optimizer(optimizer)
     # Not copy.copy: an optimizer's pickled state leaves out what a subclass adds to it.
     twin: torch.optim.Optimizer = object.__new__(type(optimizer))
     twin.__dict__.update(optimizer.__dict__)
@@ -123,6 +124,15 @@ def make_optimizer(
         ) from None
     twin.state = defaultdict(dict)
     return twin
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """An object with parameters; not its class, nor a name where one has to be there."""
+    if not hasattr(optimizer, "param_groups"):
+        raise InputError(
+            f"{optimizer!r} is no optimizer",
+            hint="build one, such as torch.optim.SGD(model.parameters(), lr=0.1)",
+        )
 
 
 def default_to_foreach(optimizer: torch.optim.Optimizer) -> None:

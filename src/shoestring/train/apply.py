@@ -21,6 +21,7 @@ from ..planning.result import BudgetPlan
 from ..techniques import Checkpointing, Microbatching
 from ..techniques.base import Run, Setup, Technique
 from ..trace.capture import Loss, check_loss, check_trainable
+from ..trace.fakes import check_optimizer
 from ..trace.graph import Phase
 from .graph import GraphRunner, can_capture, on_device
 from .holding import Hold
@@ -70,6 +71,7 @@ class Step:
 
     def __call__(self, batch: Any) -> torch.Tensor:
         """Forward, backward, update; returns the loss of the minibatch, detached."""
+        self._drop_gradients()  # a backward pass of the user's own may have left some
         with self._there():
             return self._run(batch) if self._hold is None else self._hold(batch)
 
@@ -109,6 +111,7 @@ class Step:
 
         Meant in steady state: call the step at least once before.
         """
+        self._drop_gradients()
         gc.collect()
         if next(self.model.parameters()).device.type == "cuda":
             with self._there():
@@ -130,6 +133,7 @@ class Step:
 
     def live(self, batch: Any) -> LivePeak:
         """On CUDA: run one step eagerly and say what was allocated at its peak."""
+        self._drop_gradients()
         device = next(self.model.parameters()).device
         moved = on_device(device, batch)
         with self._there():
@@ -255,6 +259,13 @@ def apply(
     one step of all ranks of the process group.
     """
     check_trainable(model)
+    check_optimizer(optimizer)
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if held.isdisjoint(map(id, model.parameters())):
+        raise InputError(
+            "the optimizer holds none of the model's parameters: the model would not train",
+            hint="build the optimizer from model.parameters()",
+        )
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise InputError(

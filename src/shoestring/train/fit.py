@@ -14,7 +14,7 @@ from ..errors import BudgetError, InputError
 from ..planning.result import BudgetPlan
 from ..planning.settings import Setting
 from ..trace.capture import Loss, check_trainable
-from ..trace.fakes import fake_batch, fake_model, make_optimizer
+from ..trace.fakes import check_optimizer, fake_batch, fake_model, make_optimizer
 from ..units import format_size, parse_size
 from .apply import Step, apply
 from .holding import Hold, shapes_of
@@ -43,6 +43,7 @@ def fit(
     out no more than the budget.
     """
     check_trainable(model)
+    check_optimizer(optimizer)
     budget_bytes = parse_size(budget)
     device = next(model.parameters()).device
     mode = FakeTensorMode(allow_non_fake_inputs=True)

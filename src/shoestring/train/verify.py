@@ -25,7 +25,7 @@ from ..techniques.sparsity.tensor import SparseTensor
 from ..trace.batches import map_tensors
 from ..trace.blocks import is_normalization
 from ..trace.capture import Loss, user_code
-from ..trace.fakes import make_optimizer
+from ..trace.fakes import check_optimizer, make_optimizer
 from .apply import Step, apply
 from .certificate import TOLERANCES, Certificate, Comparison, Level, compare
 from .claims import (
@@ -67,6 +67,7 @@ def verify(
     steps they are used again.
     """
     chosen = Plan.of(plan.techniques if isinstance(plan, Plan) else plan)  # without a budget
+    check_optimizer(optimizer)
     data = _batches(batches, steps)
     with rewound_streams() as rewind, ExitStack() as trained:
         trained.enter_context(whole_fp32())
