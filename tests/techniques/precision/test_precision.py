@@ -262,8 +262,8 @@ def test_what_cannot_be_done_is_said_first():
     with pytest.raises(InputError, match="runs the loss by itself"):
         make_step(model, torch.optim.LBFGS(model.parameters()), loss, Precision("fp16"))
     with pytest.raises(InputError, match="not the model's"):
-        other = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
-        make_step(model, other, loss, Precision("fp16"))
+        strange = [*model.parameters(), *nn.Linear(2, 2).parameters()]
+        make_step(model, torch.optim.SGD(strange, lr=0.1), loss, Precision("fp16"))
     with pytest.raises(InputError, match="sparse gradients"):
         table = nn.Embedding(3, 2, sparse=True)
         make_step(table, torch.optim.SGD(table.parameters(), lr=0.1), loss, Precision("fp16"))
