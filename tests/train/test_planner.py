@@ -16,7 +16,9 @@ from shoestring.errors import BudgetError, InputError
 from shoestring.memory.model import memory_profile
 from shoestring.planning.cost import NOMINAL, costs_of
 from shoestring.planning.result import LOSSLESS, NEAR, format_seconds
+from shoestring.planning.settings import Setting
 from shoestring.planning.stages import Work
+from shoestring.train import estimates
 from shoestring.train.capture import capture_step
 from shoestring.train.planner import Planner
 from shoestring.train.predict import predict_step
@@ -223,7 +225,16 @@ class Block(nn.Module):
         return x + self.down(torch.relu(self.up(self.norm(x))))
 
 
-def test_a_hundred_blocks_take_seconds() -> None:
+def depth(candidate: Any) -> int:
+    """Of regions within regions; the list of all is the outermost."""
+    open_, most = 0, 1
+    for sign in str(candidate.checkpointing):
+        open_ += (sign == "[") - (sign == "]")
+        most = max(most, open_)
+    return most - 1
+
+
+def test_a_hundred_blocks_take_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     with FakeTensorMode():
         model, batch = Deep(), torch.randn(4096, 16)
     start = time.process_time()
@@ -233,6 +244,13 @@ def test_a_hundred_blocks_take_seconds() -> None:
     plan = planner.plan(planner.estimates.plain.peak_bytes // 2)
     assert plan.predicted.peak_bytes <= plan.budget_bytes
     assert time.process_time() - start < 15  # ten on a machine that does nothing else
+    least = planner.estimates.front(Setting())[0]
+    assert 2 < depth(least) <= estimates.DEEPEST  # deeper ones end at Python's limit of frames
+    monkeypatch.setattr(estimates, "DEEPEST", 2)
+    shallow = planner.estimates.front(Setting())[0]
+    again = planner.estimates.best(Setting(), shallow.peak_bytes)
+    assert again is not None and max(depth(shallow), depth(again)) <= 2
+    assert again.peak_bytes <= shallow.peak_bytes
 
 
 def test_what_a_hint_names_can_be_had() -> None:

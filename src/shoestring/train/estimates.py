@@ -16,6 +16,7 @@ from torch import nn
 
 from ..errors import InputError, TraceError
 from ..memory.device import device_timeline
+from ..memory.items import Item
 from ..planning.chain import front, solve
 from ..planning.cost import Costs
 from ..planning.plan import Plan
@@ -36,6 +37,8 @@ from .staged import resident_bytes, work_of
 _NAMED = ("no-bn", "every-2", "every-4", "every-8", "every-16", "every-32")
 """Ways to checkpoint a model without repeated blocks."""
 _AROUND = (0.85, 1.15)
+DEEPEST = 32
+"""Regions within regions: running each again takes a dozen of Python's 1,000 frames, or more."""
 
 
 @dataclass(frozen=True)
@@ -200,6 +203,9 @@ class DeviceEstimates:
             return min(found, key=lambda c: c.seconds, default=None)
         chain = self._adapted(setting)
         schedule = solve(chain, room_bytes, self._cost(setting))
+        if schedule is not None and not _runs(schedule):
+            found = [c for c in self.front(setting) if c.peak_bytes <= room_bytes]
+            return min(found, key=lambda c: c.seconds, default=None)
         return None if schedule is None else self._candidate(setting, schedule)
 
     def around(self, candidate: Candidate) -> list[Candidate]:
@@ -211,11 +217,12 @@ class DeviceEstimates:
         return [one for one in found if one is not None]
 
     def front(self, setting: Setting) -> list[Candidate]:
-        """Every schedule worth having."""
+        """Every schedule worth having, but those too deep to run."""
         if self._chain is None:
             return sorted((self._by_way(setting, w) for w in self._ways), key=_by_bytes)
         chain = self._adapted(setting)
-        return [self._candidate(setting, s) for s in front(chain, self._cost(setting))]
+        found = front(chain, self._cost(setting))
+        return [self._candidate(setting, s) for s in found if _runs(s)]
 
     def _cost(self, setting: Setting) -> Any:
         precision = setting.precision or "fp32"
@@ -293,6 +300,13 @@ class DeviceEstimates:
         passes = int(device_timeline(trace).totals.max(initial=0))
         peak = max(passes + self._update(setting).state_bytes, self._floor(setting))
         return Predicted(peak, seconds, flops, "device", self._device, self._costs.source)
+
+
+def _runs(schedule: Schedule) -> bool:
+    def depth(item: Item) -> int:
+        return 0 if isinstance(item, str) else 1 + max(map(depth, item))
+
+    return max(map(depth, schedule.items)) <= DEEPEST
 
 
 def _by_bytes(candidate: Candidate) -> int:
