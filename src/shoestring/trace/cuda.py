@@ -157,25 +157,12 @@ class _Functions(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-_WHOLE_LOSSES = (
-    _aten.mse_loss.default,
-    _aten.smooth_l1_loss.default,
-    _aten.binary_cross_entropy.default,
-)
-
-
 # Gradients that PyTorch scatters into fresh zeros in place, except when tensors are fake.
 _IN_PLACE = {
     _aten.scatter_add.default: "GatherBackward0",
     _aten.index_put.default: "IndexBackward0",
     _aten.index_add.default: "IndexSelectBackward0",
 }
-
-
-def _reduces(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    names = [argument.name for argument in func._schema.arguments]
-    given = dict(zip(names, args, strict=False)) | kwargs
-    return given.get("reduction", 1) != 0
 
 
 class _Shapes(TorchDispatchMode):
@@ -228,9 +215,6 @@ def _result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return recurrent_forward(*args)
     if func is _aten._cudnn_rnn_backward.default:
         return recurrent_backward(*args)
-    if func in _WHOLE_LOSSES and _reduces(func, args, kwargs):
-        # The result is a scalar in a storage as large as the input.
-        return torch.empty_like(args[0]).resize_(0).resize_(())
     if func is _aten.native_dropout_backward.default:
         return torch.empty_like(args[0], memory_format=suggest_memory_format(args[0]))
     return func(*args, **kwargs)

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from .flops import flops_of
 from .graph import Op, Phase, TensorSpec
+from .losses import is_whole, with_whole_storage
 from .onednn import with_workspace
 
 _MASK_MAKERS = ("bernoulli", "bernoulli_")
@@ -188,6 +189,9 @@ class Recorder(TorchDispatchMode):
             raise
         if func is torch.ops.aten.mkldnn_rnn_layer.default:
             out = with_workspace(args, out)
+        whole = is_whole(func, args, kwargs)
+        if whole:
+            out = with_whole_storage(args, out)
         index = len(self.ops)
         for tensor in written_tensors:
             record = self.storage_of(tensor)
@@ -195,6 +199,8 @@ class Recorder(TorchDispatchMode):
                 self._new_value(record, tensor, index)
         returned = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
         outputs = [spec for t in returned if (spec := self.spec(t, index)) is not None]
+        if whole:
+            self.values[outputs[0].value].numel = 1  # all that an ideal executor holds
         is_view = any(
             result.alias_info is not None and not result.alias_info.is_write
             for result in schema.returns
