@@ -1,6 +1,7 @@
 """Dense states out of a sparse model and into one."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -89,3 +90,21 @@ def test_the_model_s_own_state_round_trips_after_rewiring() -> None:
     embed, output = two.model.embed, two.model.output
     assert isinstance(embed, nn.Module) and isinstance(output, nn.Module)
     assert embed.weight_index is output.weight_index
+
+
+def test_an_assigned_state_brings_its_pattern() -> None:
+    first, second = begin(0), begin(1)
+    second.model.load_state_dict(copy.deepcopy(first.model.state_dict()), assign=True)
+    ours, theirs = to_dense(second.model), to_dense(first.model)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    ids = CASES["tied"][1](1)
+    torch.testing.assert_close(second.model(ids), first.model(ids))
+
+
+def test_a_sparse_recurrent_model_is_pickled() -> None:
+    model = nn.LSTM(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    names = ("weight_ih_l0", "weight_hh_l0")
+    apply([Sparsity(0.4, tensors=names)], model, optimizer, loss=lambda m, b: m(b)[0].sum())
+    x = torch.randn(3, 4)
+    assert torch.equal(pickle.loads(pickle.dumps(model))(x)[0], model(x)[0])

@@ -149,7 +149,10 @@ def _make_class(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]
 
 
 def _reduce(module: Any, protocol: int) -> Any:
-    return _new_sparse, module._sparse_from, dict(module.__dict__)
+    """With what the class itself leaves out of a copy: a recurrent one has weak references."""
+    own = any("__getstate__" in vars(c) for c in type(module).__mro__ if c is not object)
+    state = module.__getstate__() if own else dict(module.__dict__)
+    return _new_sparse, module._sparse_from, state
 
 
 def _new_sparse(cls: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
@@ -204,7 +207,11 @@ class _Sparse(nn.Module):
                 )
                 tensor.reset_state(before)
         super()._load_from_state_dict(state_dict, prefix, *args)
-        for tensor in self.__dict__[_HELD].values():
+        for name, tensor in self.__dict__[_HELD].items():
+            loaded = self._buffers[f"{name}_index"]
+            assert loaded is not None
+            if loaded is not tensor.index and loaded.device == tensor.index.device:
+                tensor.index.data = loaded.detach()  # assign=True brought a tensor of its own
             tensor.changed()
         self._adopt()
 
