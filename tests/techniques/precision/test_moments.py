@@ -150,3 +150,16 @@ def test_adam_needs_eight_bytes_a_parameter():
     stored = sum(t.nbytes for t in made.state[model.weight].values())
     assert model.weight.nbytes == 20_000
     assert stored == 40_000 + 4 + 2 + 2  # two moments, the counter, two exponents
+
+
+@pytest.mark.parametrize("kind", ["fp16", "bf16"])
+def test_a_centered_variance_is_not_negative(kind):
+    """Of gradients that do not vary, both averages round, and their difference has any sign."""
+    torch.manual_seed(0)
+    model = nn.Linear(16, 1, bias=False)
+    optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-4, alpha=0.5, centered=True)
+    step = make_step(model, optimizer, lambda m, b: m(b).float().mean(), Precision(kind))
+    batch = torch.rand(4, 16) + 1
+    for _ in range(30):
+        step(batch)
+    assert model.weight.isfinite().all()

@@ -124,7 +124,12 @@ class Update:
         skip: torch.Tensor | None,
         inverse: torch.Tensor | None,
     ) -> None:
-        """A first update, of a whole tensor; if it is to be skipped, with a gradient of zero."""
+        """A first update, of a whole tensor.
+
+        One to be skipped is still to come; on CUDA, where no value is read, the gradient is zero.
+        """
+        if skip is not None and skip.is_cpu and not isinstance(skip, FakeTensor) and bool(skip):
+            return
         block = Block(group, (), [Piece(parameter, ..., 0, True)])
         (made,) = self._computed(block, [{}], skip, inverse, zero=True)
         self._optimizer.state[parameter] = self._stored(parameter, made)
@@ -134,6 +139,9 @@ class Update:
     ) -> None:
         states = [self._optimizer.state[piece.parameter] for piece in block.pieces]
         read = {key: self._storage.read(block, states, key) for key in block.keys}
+        if "grad_avg" in read and "square_avg" in read:
+            eps = torch.finfo(states[0]["grad_avg"].dtype).eps
+            _no_negative_variance(read["square_avg"].whole, read["grad_avg"].whole, eps)
         given = [
             {
                 **{k: _copy(v) for k, v in state.items() if k not in read and SUFFIX not in k},
@@ -302,6 +310,11 @@ def _is_usual(group: dict[str, Any]) -> bool:
         and all(isinstance(beta, float) for beta in group.get("betas", ()))
         and (not isinstance(rate, torch.Tensor) or on_cuda(rate))
     )
+
+
+def _no_negative_variance(squares: torch.Tensor, means: torch.Tensor, eps: float) -> None:
+    """RMSprop's centered variance is a difference: at least what rounding left unknown of it."""
+    torch.maximum(squares, means.square().mul_(1 + eps), out=squares)
 
 
 def _copy(value: Any) -> Any:
