@@ -129,18 +129,27 @@ def test_a_loss_averaged_over_tokens_is_weighted_by_tokens(kind, as_tensor):
     assert not torch.allclose(whole[0], by_examples[0], rtol=1e-3)
 
 
-def test_a_part_without_units_is_left_out():
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_a_part_without_units_is_left_out(as_tensor):
     torch.manual_seed(0)
     model = SMALL["tied"].build().double()
     twin = copy.deepcopy(model)
     batch = token_batch()
     batch["labels"][2:4] = -1
-    technique = Microbatching(2, weight=lambda part: (part["labels"] != -1).sum().item())
-    close(
-        gradients(model, batch, token_loss)[1],
-        gradients(twin, batch, token_loss, technique)[1],
-        1e-12,
+
+    def units(part: Any) -> Any:
+        count = (part["labels"] != -1).sum()
+        return count if as_tensor else count.item()
+
+    technique = Microbatching(2, weight=units)
+    whole, parts = (
+        gradients(model, batch, token_loss),
+        gradients(twin, batch, token_loss, technique),
     )
+    assert torch.allclose(whole[0], parts[0], rtol=1e-12)
+    close(whole[1], parts[1], 1e-12)
+    if as_tensor:
+        return
     batch["labels"][:] = -1
     with pytest.raises(InputError, match="add up to 0"):
         gradients(twin, batch, token_loss, technique)

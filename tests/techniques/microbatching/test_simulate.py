@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -131,3 +132,14 @@ def test_a_failure_later_leaves_the_model_as_it_was():
     for undo in reversed(setup.undo):
         undo()
     assert "forward" not in model[1].__dict__
+
+
+def test_a_pickled_model_normalizes_whole_batches():
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = apply([Microbatching(2, simulated=True)], model, optimizer, loss=lambda m, b: m(b).sum())
+    batch = torch.randn(4, 3)
+    step(batch)
+    copied = pickle.loads(pickle.dumps(model))
+    assert torch.equal(copied(batch), model(batch))
+    assert torch.equal(copied[1].running_var, model[1].running_var)

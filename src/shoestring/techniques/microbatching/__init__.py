@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ...errors import InputError, NoEffectWarning
 from ...trace.batches import tensors_of
@@ -134,7 +135,7 @@ class _Split:
             starts = range(0, examples, size)
             parts = [cut(whole, start, min(start + size, examples)) for start in starts]
             for part, weight in zip(parts, self._weights(parts, examples, size), strict=True):
-                if isinstance(weight, torch.Tensor) or weight != 0:  # no unit: its mean is 0/0
+                if not _is_zero(weight):  # no unit: its mean is 0/0
                     yield part, weight if share is None else weight * share
 
     def _weights(self, parts: list[Any], examples: int, size: int) -> list[float | torch.Tensor]:
@@ -149,6 +150,13 @@ class _Split:
                 hint="weight(part) must give the number of units the part's loss is averaged over",
             )
         return [unit / total for unit in units]
+
+
+def _is_zero(weight: float | torch.Tensor) -> bool:
+    """Where that is known without waiting for a GPU."""
+    if isinstance(weight, torch.Tensor) and (not weight.is_cpu or isinstance(weight, FakeTensor)):
+        return False
+    return bool(weight == 0)
 
 
 def _wide(units: float | torch.Tensor) -> float | torch.Tensor:

@@ -34,6 +34,10 @@ class GroupedNormalization:
             setup.undo.append(self._wrap(path, modules[path]))
         setup.run, setup.update = self.run, self.update
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy of the model, or a pickle, belongs to no step."""
+        return {**self.__dict__, "_examples": None, "_run": None, "_update": None}
+
     def run(self, batch: Any) -> torch.Tensor:
         """The whole batch, with its number of examples known."""
         self._examples = examples_of(batch)
