@@ -194,3 +194,13 @@ def test_types_and_copies() -> None:
         assert tensor.values is not sparse_model[0].weight_values  # type: ignore[index]
     assert len(list(sparse_model.parameters())) == 1
     assert type(sparse_model[0]).__name__ == "Embedding"  # type: ignore[index]
+
+
+def test_autocast_lowers_the_input_of_a_16_bit_weight_too() -> None:
+    model = nn.Linear(8, 8).bfloat16()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    apply([Sparsity(0.5, tensors=("weight",))], model, optimizer, loss=lambda m, b: m(b).sum())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = model(torch.randn(3, 8)).sum()
+    loss.backward()
+    assert model.weight_values.grad.isfinite().all()

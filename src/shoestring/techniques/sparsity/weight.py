@@ -94,7 +94,7 @@ def _operands(x: Any, weight: Any, bias: Any) -> tuple[Any, Any, torch.dtype] | 
     if not isinstance(weight, SparseWeight) or isinstance(x, SparseWeight):
         return None
     dtype = _dtype_for(x, weight)
-    if dtype is not weight.dtype:
+    if torch.is_autocast_enabled(x.device.type):
         x, bias = x.to(dtype), None if bias is None else _plain(bias).to(dtype)
     return x, _plain(bias), dtype
 
