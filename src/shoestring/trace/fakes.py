@@ -96,7 +96,7 @@ def fake_model(model: nn.Module, mode: FakeTensorMode) -> tuple[nn.Module, dict[
 def make_optimizer(
     optimizer: OptimizerLike, model: nn.Module, mapping: dict[int, torch.Tensor]
 ) -> torch.optim.Optimizer | None:
-    """The same optimizer over the fake parameters, with no state yet."""
+    """The same optimizer over the fake parameters, with no state but what it starts with."""
     if optimizer is None:
         return None
     if isinstance(optimizer, str):
@@ -104,7 +104,9 @@ def make_optimizer(
             raise InputError(
                 f"unknown optimizer {optimizer!r}", hint="one of " + ", ".join(sorted(OPTIMIZERS))
             )
-        return OPTIMIZERS[optimizer]([p for p in model.parameters() if p.requires_grad])
+        made = OPTIMIZERS[optimizer]([p for p in model.parameters() if p.requires_grad])
+        _early_state(made)
+        return made
     check_optimizer(optimizer)
     # Not copy.copy: an optimizer's pickled state leaves out what a subclass adds to it.
     twin: torch.optim.Optimizer = object.__new__(type(optimizer))
@@ -123,7 +125,18 @@ def make_optimizer(
             hint="build the optimizer from model.parameters()",
         ) from None
     twin.state = defaultdict(dict)
+    _early_state(twin)
     return twin
+
+
+def _early_state(optimizer: torch.optim.Optimizer) -> None:
+    """Adagrad makes its state with itself, also that of parameters no step uses."""
+    if isinstance(optimizer, torch.optim.Adagrad):
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if isinstance(p, FakeTensor):  # its count would be real, and could not be read
+                    count = p.new_zeros((), dtype=torch.float32)
+                    optimizer.state[p] = {"step": count, "sum": torch.empty_like(p)}
 
 
 def check_optimizer(optimizer: Any) -> None:
