@@ -83,7 +83,7 @@ def test_too_small_a_budget(run: Run) -> None:
         (("--budget", "6M"), "SizeError: cannot read '6M'"),
         (("--budget", "6 MB", "--allow", "luck"), "InputError: a plan cannot be allowed 'luck'"),
         (("--budget", "6 MB", "--device", "tpu"), "InputError: no accounting for device 'tpu'"),
-        (("--budget", "6 MB", "--optimizer", "none"), "InputError: unknown optimizer 'none'"),
+        (("--budget", "6 MB", "--optimizer", "none"), "InputError: a plan is for training"),
         (("--budget", "6 MB", "-o", "/no/p.toml"), "InputError: cannot write the plan /no/p.toml"),
         (("--budget", "6 MB", "-o", "/tmp"), "InputError: cannot write the plan /tmp: it is a"),
         ((), "InputError: Missing option '--budget'"),

@@ -245,11 +245,12 @@ def plan(
         if out is not None:
             check_place(out)
         target = resolve(model, input or (), batch=batch, loss=loss)
+        name = target.optimizer if optimizer is None else optimizer
         planner = Planner(
             target.model,
             target.batch,
             loss=target.loss,
-            optimizer=target.optimizer if optimizer is None else optimizer,
+            optimizer=None if name == "none" else name,
             allow=None if allow is None else ",".join(allow),
             accounting=accounting,
             device=device,
