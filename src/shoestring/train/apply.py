@@ -37,11 +37,7 @@ class Step:
     def __init__(self, setup: Setup, plan: Plan) -> None:
         self._setup = setup
         self.plan = plan
-        precision = "fp32" if plan.precision is None else plan.precision.kind
-        noisy = plan.precision is not None and plan.precision.rounding == "stochastic"
-        self._graph: GraphRunner | None = None
-        if can_capture(setup, precision):
-            self._graph = GraphRunner(setup, self._compute, precision, noisy=noisy)
+        self._graph = self._runner()
         self.measured: Measurement | None = None
         """What the last `measure` found."""
         self.loss: torch.Tensor | None = None
@@ -52,12 +48,12 @@ class Step:
         """What `revise` goes back to."""
 
     def _runner(self) -> GraphRunner | None:
-        kind = "fp32" if self.plan.precision is None else self.plan.precision.kind
-        return (
-            GraphRunner(self._setup, self._compute, kind)
-            if can_capture(self._setup, kind)
-            else None
-        )
+        precision = self.plan.precision
+        kind = "fp32" if precision is None else precision.kind
+        if not can_capture(self._setup, kind):
+            return None
+        noisy = precision is not None and precision.rounding == "stochastic"
+        return GraphRunner(self._setup, self._compute, kind, noisy=noisy)
 
     @property
     def model(self) -> nn.Module:
