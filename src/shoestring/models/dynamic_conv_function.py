@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
-from ..trace.passes import passes
+from ..passes import passes
 
 KERNEL_TYPES = (torch.float16, torch.bfloat16, torch.float32)
 SUM_BYTES, PARTS = 2**16, 16

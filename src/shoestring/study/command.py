@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError, TrainingStopped
-from ..train.folder import run_folder
+from ..train.folder import run_folder, writing
 from . import cluster, local
 from .display import Progress
 from .execute import FAILURE, Outcome, Place, outcome
@@ -155,15 +155,11 @@ def _run(
         progress.ended(found)
 
     try:
-        if ray is not None:
-            cluster.run(jobs, folder.of, place, ray, gpus, ended, progress.tick)
-        else:
-            local.run(jobs, folder.of, place, workers, ended, progress.tick)
-    except OSError as error:  # a failure that cannot be written down
-        raise TrainingStopped(
-            f"cannot write to {error.filename or folder.path}: {error.strerror}",
-            hint="make room and go on with --resume",
-        ) from error
+        with writing(folder.path):  # a failure that cannot be written down
+            if ray is not None:
+                cluster.run(jobs, folder.of, place, ray, gpus, ended, progress.tick)
+            else:
+                local.run(jobs, folder.of, place, workers, ended, progress.tick)
     except local.Stopped as stopped:
         raise TrainingStopped(
             f"stopped by {stopped} after {progress.done} of {progress.total} runs",

@@ -12,12 +12,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..memory.device import device_timeline
 from ..memory.measure import Measurement
+from ..passes import memory_alone
 from ..planning.plan import Plan
 from ..techniques.base import Technique
 from ..trace.capture import Loss, user_code
 from ..trace.fakes import fake_batch, fake_model, make_optimizer, same_random_streams
 from ..trace.outside import Outside
-from ..trace.passes import memory_alone
 from .apply import apply
 from .capture import capture_step
 

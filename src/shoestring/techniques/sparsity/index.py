@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ...trace.passes import passes
+from ...passes import passes
 
 CHUNK = 32_760
 """Elements unpacked at a time on the CPU: from 32,768 on `masked_select` makes int64 tables."""

@@ -6,7 +6,7 @@ import torch
 
 from shoestring import Checkpointing, Microbatching, Plan, Precision, Sparsity
 from shoestring.models import builtin
-from shoestring.trace.passes import memory_alone, passes
+from shoestring.passes import memory_alone, passes
 from shoestring.train import predict
 
 
