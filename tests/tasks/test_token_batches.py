@@ -8,7 +8,7 @@ import torch
 
 from shoestring.errors import InputError
 from shoestring.tasks.bpe import BEGIN, END, PADDING
-from shoestring.tasks.token_batches import TextFeed, best_lengths, by_length, target_tokens
+from shoestring.tasks.token_batches import AHEAD, TextFeed, best_lengths, by_length, target_tokens
 from tiny_texts import small_text
 
 CPU = torch.device("cpu")
@@ -64,6 +64,19 @@ def test_order_depends_on_seed_and_epoch_alone():
     first = [b["source"].tolist() for b in epoch_of(one, 0)]
     assert first != [b["source"].tolist() for b in epoch_of(one, 1)]
     assert first != [b["source"].tolist() for b in epoch_of(feed(seed=4), 0)]
+
+
+def test_a_training_begins_with_long_sentences():
+    made = feed(shapes=3)
+    longest = (made.shapes[-1].rows, made.shapes[-1].length)
+    first, second = (
+        [tuple(batch["source"].shape) for batch in epoch_of(made, epoch)] for epoch in (0, 1)
+    )
+    ahead = min(AHEAD, first.count(longest))
+    assert ahead > 0 and first[:ahead] == [longest] * ahead
+    assert sorted(first) == sorted(second)
+    orders = [[tuple(b["source"].shape) for b in epoch_of(made, e)] for e in range(1, 6)]
+    assert any(shapes[0] != longest for shapes in orders)  # drawn, after the first
 
 
 def test_lengths_are_the_best_there_are():

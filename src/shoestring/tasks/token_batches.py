@@ -19,6 +19,9 @@ from .text import Sides, TextTask
 SHAPES = 8
 """As many as steps are kept captured."""
 
+AHEAD = 3
+"""Batches of the longest sentences with which a training begins: run, captured and replayed."""
+
 TextBatch = dict[str, Tensor]
 _ORDER = 2
 
@@ -63,7 +66,8 @@ class TextFeed:
     """The batches of a task: order from (seed, epoch) alone, any of them can be made again.
 
     Sentences that do not fill a batch of their length go to the next longer one; what is left of
-    the longest fills up with rows of padding, so every sentence is seen once an epoch.
+    the longest fills up with rows of padding, so every sentence is seen once an epoch. The first
+    epoch begins with long ones: whether the memory is enough shows at once, not after an hour.
     """
 
     resident_bytes = drawn_bytes = 0
@@ -122,8 +126,11 @@ class TextFeed:
             left = waiting[full:]
         if len(left):
             batches.append((self.shapes[-1], left))
-        self._drawn = [batches[position] for position in draw.permutation(len(batches))]
-        self._epoch = epoch
+        drawn = [batches[position] for position in draw.permutation(len(batches))]
+        if epoch == 0:
+            long = [at for at, (shape, _) in enumerate(drawn) if shape == self.shapes[-1]][:AHEAD]
+            drawn = [drawn.pop(at) for at in reversed(long)] + drawn
+        self._drawn, self._epoch = drawn, epoch
 
     def batch(self, epoch: int, number: int) -> TextBatch:
         """Batch `number` of an epoch, both counted from 0."""

@@ -74,10 +74,11 @@ def compare(device: str) -> None:
                     assert update._has_kernels(work) == kernels
                     update()
             module.on_cuda = seen_by
-            check(with_kernels, copied, dtype)
+            case = f"{name}, {dtype}, {'stochastic' if stochastic else 'nearest'}"
+            check(with_kernels, copied, dtype, case)
 
 
-def check(found: Update, wanted: Update, dtype: torch.dtype) -> None:
+def check(found: Update, wanted: Update, dtype: torch.dtype, case: str) -> None:
     assert torch.equal(found._drawing.counter, wanted._drawing.counter)
     ulp = 2.0**-10 if dtype is torch.float16 else 2.0**-7
     for a, b in zip(parameters_of(found), parameters_of(wanted), strict=True):
@@ -86,15 +87,17 @@ def check(found: Update, wanted: Update, dtype: torch.dtype) -> None:
         if "step" in mine:
             assert mine["step"] == theirs["step"] == (3 if dtype is torch.float16 else 4)
         tensors = [key for key, value in mine.items() if isinstance(value, torch.Tensor)]
-        pairs = [(a, b), *((mine[key], theirs[key]) for key in tensors)]
-        for x, y in pairs:
+        pairs = {"values": (a, b), **{key: (mine[key], theirs[key]) for key in tensors}}
+        for key, (x, y) in pairs.items():
             x, y = x.detach().float(), y.detach().float()
             assert torch.isfinite(x).all()
             far = (x - y).abs() / (ulp * y.abs().clamp_min(0.1 * y.abs().max()))
             if a.dim() == 4:  # in the order of memory, so each has its neighbour's random bits
-                assert far.max() < 20
+                assert far.max() < 20, (case, key)
             else:
-                assert far.max() < 5 and (far > 0.05).sum() <= max(1, 0.01 * far.numel())
+                others = int((far > 0.05).sum())
+                found_here = (case, key, others, far.numel(), float(far.max()))
+                assert far.max() < 5 and others <= max(1, 0.01 * far.numel()), found_here
 
 
 def test_in_the_interpreter() -> None:
