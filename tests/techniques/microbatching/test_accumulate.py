@@ -1,4 +1,4 @@
-"""Kahan's correction: what it wins in FP16, and that it leaves nothing behind."""
+"""Kahan's correction: what it wins in FP16. Small gradients added together: the same bits."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from shoestring.techniques import Microbatching
+from shoestring.techniques import Checkpointing, Microbatching, Precision, Sparsity
+from shoestring.techniques.microbatching import accumulate as module
 from shoestring.train.apply import apply
 
 torch.set_num_threads(1)
+ENOUGH = module.WAITING
 
 
 def sum_of(parts: torch.Tensor, dtype: torch.dtype, accumulate: str) -> torch.Tensor:
@@ -88,3 +90,115 @@ def test_a_parameter_without_gradient_stays_without():
     )
     step(torch.randn(5, 3))
     assert torch.equal(before, model.unused.weight)
+
+
+def small_network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1, bias=False),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Conv2d(8, 40, 3, padding=1),
+        nn.BatchNorm2d(40),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(40, 5),
+    )
+
+
+def trained(*plan: Any, device: str = "cpu") -> tuple[nn.Module, dict[str, int]]:
+    """After three steps, and how often what ran in the last."""
+    model = small_network().to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    step = apply(plan, model, optimizer, loss=lambda m, b: m(b).float().square().mean())
+    draw = torch.Generator().manual_seed(1)
+    for _ in range(3):
+        batch = torch.randn(10, 3, 6, 6, generator=draw).to(device)
+        with torch.profiler.profile() as profile:
+            step(batch.half() if step.plan.precision is not None else batch)
+    assert all(p.grad is None for p in model.parameters())
+    return model, {event.key: event.count for event in profile.key_averages()}
+
+
+@pytest.mark.parametrize("waiting", [1, 200, ENOUGH])
+@pytest.mark.parametrize(
+    "more",
+    [
+        (),
+        (Precision("fp16"),),
+        (Sparsity(0.4), Precision("fp16"), Checkpointing("no-bn")),
+    ],
+    ids=["fp32", "fp16", "all"],
+)
+def test_added_together_sums_are_the_same(monkeypatch, more, waiting):
+    monkeypatch.setattr(module, "DEVICES", ())
+    plainly, counts = trained(*more, Microbatching(2))
+    monkeypatch.setattr(module, "DEVICES", ("cpu",))
+    monkeypatch.setattr(module, "WAITING", waiting)
+    monkeypatch.setattr(module, "SMALL", 100)  # the second convolution stays by itself
+    together, fewer = trained(*more, Microbatching(2))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(plainly.state_dict().values(), together.state_dict().values(), strict=True)
+    )
+    small = sum(1 for p in together.parameters() if p.numel() <= 100)
+    assert 0 < small < len(list(together.parameters()))
+    key = "aten::_foreach_add_"
+    calls = fewer.get(key, 0) - counts.get(key, 0)
+    kinds = len({p.dtype for p in together.parameters() if p.numel() <= 100})
+    if waiting == ENOUGH:
+        assert calls == 4 * kinds  # five microbatches: the first adds nothing
+    else:
+        assert calls > 4 * kinds
+    assert fewer.get("aten::clone", 0) == counts.get("aten::clone", 0)  # taken as they are
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_added_together_sums_are_the_same_on_a_gpu(monkeypatch):
+    plan = Sparsity(0.4), Precision("fp16"), Microbatching(2)
+    together, _ = trained(*plan, device="cuda")
+    monkeypatch.setattr(module, "DEVICES", ())
+    plainly, _ = trained(*plan, device="cuda")
+    for a, b in zip(plainly.state_dict().values(), together.state_dict().values(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_gradient_somebody_watches_stays_with_its_parameter(monkeypatch):
+    monkeypatch.setattr(module, "DEVICES", ("cpu",))
+    model = small_network()
+    seen = []
+    model[1].weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+    assert all(p is not model[1].weight for p in module.small_parameters(model))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = apply([Microbatching(5)], model, optimizer, loss=lambda m, b: m(b).square().mean())
+    optimizer.register_step_pre_hook(lambda *_: seen.append(model[1].weight.grad.clone()))
+    step(torch.randn(10, 3, 6, 6))
+    assert len(seen) == 3 and torch.equal(seen[1], seen[2])
+
+
+def test_a_step_that_fails_leaves_no_sums(monkeypatch):
+    monkeypatch.setattr(module, "DEVICES", ("cpu",))
+
+    def loss(m: nn.Module, b: torch.Tensor) -> torch.Tensor:
+        if b.isnan().any():
+            raise RuntimeError("stop")
+        return m(b).square().mean()
+
+    def after(*batches: torch.Tensor) -> list[torch.Tensor]:
+        model = small_network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = apply([Microbatching(2)], model, optimizer, loss=loss)
+        for batch in batches:
+            if batch.isnan().any():
+                with pytest.raises(RuntimeError, match="stop"):
+                    step(batch)
+            else:
+                step(batch)
+        return [p.detach() for p in model.parameters()]
+
+    good = torch.randn(6, 3, 6, 6)
+    broken = good.clone()
+    broken[4] = torch.nan
+    assert all(map(torch.equal, after(good), after(broken, good)))

@@ -14,7 +14,7 @@ from ...errors import InputError, NoEffectWarning
 from ...trace.batches import tensors_of
 from ...trace.graph import Trace
 from ..base import Setup
-from .accumulate import Compensated
+from .accumulate import Compensated, Together, small_parameters
 from .simulate import GroupedNormalization
 from .split import cut, examples_of
 
@@ -117,6 +117,8 @@ class Microbatching:
         setup.split = _Split(self, setup.split)
         if self.accumulate == "compensated":
             Compensated(setup)
+        elif small := small_parameters(setup.model):
+            Together(setup, small)
 
 
 class _Split:
