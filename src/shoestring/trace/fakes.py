@@ -30,6 +30,16 @@ OPTIMIZERS: dict[str, Callable[[list[torch.Tensor]], torch.optim.Optimizer]] = {
 """The optimizers a command line can name; sgd and adam with the report's settings (Table 6)."""
 
 
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether it has a shape and no memory: a prediction, where no number can be asked for."""
+    return isinstance(tensor, FakeTensor)
+
+
+def readable(tensor: torch.Tensor) -> bool:
+    """Whether its value can be asked for without waiting for a GPU."""
+    return tensor.is_cpu and not is_fake(tensor)
+
+
 def mode_of(model: nn.Module) -> FakeTensorMode | None:
     for tensor in [*model.parameters(), *model.buffers()]:
         if isinstance(tensor, FakeTensor):

@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import nn
 
+from shoestring import Plan
 from shoestring.techniques import Checkpointing, Microbatching, Precision, Sparsity
 from shoestring.techniques.microbatching import accumulate as module
 from shoestring.train.apply import apply
+from shoestring.train.capture import capture_step
 
 torch.set_num_threads(1)
 ENOUGH = module.WAITING
@@ -176,6 +178,22 @@ def test_a_gradient_somebody_watches_stays_with_its_parameter(monkeypatch):
     optimizer.register_step_pre_hook(lambda *_: seen.append(model[1].weight.grad.clone()))
     step(torch.randn(10, 3, 6, 6))
     assert len(seen) == 3 and torch.equal(seen[1], seen[2])
+
+
+def test_a_prediction_finds_gradients_where_they_are(monkeypatch):
+    model, batch = small_network(), torch.randn(10, 3, 6, 6)
+    parameters = []
+    for devices in ((), ("cpu",)):
+        monkeypatch.setattr(module, "DEVICES", devices)
+        trace = capture_step(
+            Plan.of([Microbatching(2)]),
+            model,
+            batch,
+            loss=lambda m, b: m(b).square().mean(),
+            optimizer="sgd",
+        )
+        parameters.append([(p.name, p.has_gradient) for p in trace.parameters])
+    assert parameters[0] == parameters[1] and all(there for _, there in parameters[0])
 
 
 def test_a_step_that_fails_leaves_no_sums(monkeypatch):

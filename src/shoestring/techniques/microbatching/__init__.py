@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from ...errors import InputError, NoEffectWarning
 from ...trace.batches import tensors_of
+from ...trace.fakes import readable
 from ...trace.graph import Trace
 from ..base import Setup
 from .accumulate import Compensated, Together, small_parameters
@@ -156,7 +156,7 @@ class _Split:
 
 def _is_zero(weight: float | torch.Tensor) -> bool:
     """Where that is known without waiting for a GPU."""
-    if isinstance(weight, torch.Tensor) and (not weight.is_cpu or isinstance(weight, FakeTensor)):
+    if isinstance(weight, torch.Tensor) and not readable(weight):
         return False
     return bool(weight == 0)
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...trace.fakes import is_fake
 from ..base import Setup
 
 DEVICES = ("cuda",)
@@ -143,6 +144,7 @@ def small_parameters(model: nn.Module) -> list[nn.Parameter]:
         for p in model.parameters()
         if p.requires_grad
         and p.numel() <= SMALL
+        and not is_fake(p)  # a prediction looks for gradients at their parameters
         and p.device.type in DEVICES
         and not getattr(p, "_post_accumulate_grad_hooks", None)
     ]

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from ...trace.cuda import is_dense, on_cuda
+from ...trace.fakes import is_fake, readable
 from .blocks import Block, Piece, Rows, block_elements, blocks, cut, gather
 from .convert import cast
 from .moments import SUFFIX, Storage, is_moment, write
@@ -128,7 +129,7 @@ class Update:
 
         One to be skipped is still to come; on CUDA, where no value is read, the gradient is zero.
         """
-        if skip is not None and skip.is_cpu and not isinstance(skip, FakeTensor) and bool(skip):
+        if skip is not None and readable(skip) and bool(skip):
             return
         block = Block(group, (), [Piece(parameter, ..., 0, True)])
         (made,) = self._computed(block, [{}], skip, inverse, zero=True)
@@ -233,7 +234,7 @@ class Update:
 
     def _run_kernels(self, work: Work) -> None:
         states, blocks = self._optimizer.state, self._blocks(work)
-        if any(isinstance(parameter, FakeTensor) for _, parameter in work):
+        if any(is_fake(parameter) for _, parameter in work):
             for block in blocks:  # read and written where they are
                 for piece in block.pieces:
                     moments = [states[piece.parameter][key][piece.rows] for key in block.keys]

@@ -12,17 +12,12 @@ import math
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from ...passes import passes
+from ...trace.fakes import is_fake
 
 CHUNK = 32_760
 """Elements unpacked at a time on the CPU: from 32,768 on `masked_select` makes int64 tables."""
-
-
-def is_fake(tensor: torch.Tensor) -> bool:
-    """Whether it has a shape and no memory: a prediction, where no number can be asked for."""
-    return isinstance(tensor, FakeTensor)
 
 
 def _rows_columns(shape: Sequence[int]) -> tuple[int, int]:
