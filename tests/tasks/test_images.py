@@ -1,5 +1,6 @@
 """Feeding images: every crop and flip against the obvious way, and order from (seed, epoch)."""
 
+import itertools
 from collections import Counter
 from dataclasses import replace
 
@@ -7,7 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from interpreter import run_interpreted
 from shoestring.errors import InputError
+from shoestring.tasks import images as module
 from shoestring.tasks.images import Feed, ImageTask
 
 CPU = torch.device("cpu")
@@ -137,6 +140,38 @@ def test_a_batch_larger_than_the_data():
         Feed(task(), 31, seed=0, device=CPU)
 
 
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_in_place_every_batch_lies_where_the_last_one_did(channels_last):
+    settings = {"seed": 1, "device": CPU, "dtype": torch.float16, "channels_last": channels_last}
+    plain, feed = Feed(task(), 8, **settings), Feed(task(), 8, **settings, in_place=True)
+    first = feed.batch(0, 0)
+    for epoch, number in ((0, 1), (1, 0), (0, 2)):
+        again = feed.batch(epoch, number)
+        assert all(a is b for a, b in zip(first, again, strict=True))
+        assert all(a.equal(b) for a, b in zip(again, plain.batch(epoch, number), strict=True))
+
+
+def compare_kernels():
+    """Crops by Triton's kernel against PyTorch's functions, on the CPU."""
+    cases = itertools.product((0, 1, 4), (True, False), (True, False))
+    for number, (padding, flip, channels_last) in enumerate(cases):
+        of = task(padding=padding, flip=flip)
+        for dtype in (torch.float32, torch.float16):
+            settings = {"seed": number, "device": CPU, "channels_last": channels_last}
+            feed = Feed(of, 7, dtype=dtype, **settings)
+            module.DEVICES = ()
+            wanted = [feed.batch(epoch, 1) for epoch in range(3)]
+            module.DEVICES = ("cpu",)
+            found = [feed.batch(epoch, 1) for epoch in range(3)]
+            for (images, labels), (expected, chosen) in zip(found, wanted, strict=True):
+                assert labels.equal(chosen) and images.stride() == expected.stride()
+                torch.testing.assert_close(images, expected)
+
+
+def test_the_kernel_makes_the_same_crops():
+    run_interpreted(__file__, "compare_kernels()")
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_the_gpu_and_streamed_there_it_is_the_same_batch():
@@ -157,11 +192,10 @@ def test_on_the_gpu_and_streamed_there_it_is_the_same_batch():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_batch_is_made_in_little_more_than_its_own_memory():
+def test_a_batch_is_made_in_its_own_memory():
     feed = Feed(task(200, side=32), 100, seed=0, device=torch.device("cuda"), dtype=torch.float16)
     feed.batch(0, 0)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     images, _ = feed.batch(0, 1)
-    in_fp32 = 4 * images.numel()
-    assert torch.cuda.max_memory_allocated() - before < 2.5 * in_fp32
+    assert torch.cuda.max_memory_allocated() - before < images.nbytes + 20_000

@@ -48,6 +48,24 @@ def test_an_update_waits_for_nothing(plan):
         torch.cuda.set_sync_debug_mode("default")
 
 
+def test_a_captured_step_reads_batches_where_they_are_made():
+    weights = []
+    for in_place in (True, False):
+        trainer = Trainer(settings(HALF, channels_last=True), small_task(), torch.device("cuda"))
+        assert trainer.feed.in_place
+        if not in_place:
+            trainer.feed.in_place = False
+            trainer.step._graph.in_place = False
+        for _ in range(6):
+            trainer.advance()
+        (graph,) = trainer.step._graph._graphs.values()
+        assert (trainer.feed._made is not None) == in_place
+        if in_place:
+            assert all(a is b for a, b in zip(graph._inputs, trainer.feed._made, strict=True))
+        weights.append([p.detach().clone() for p in trainer.step.model.parameters()])
+    assert all(map(torch.equal, *weights))
+
+
 def test_the_gpu_learns_what_the_cpu_learns(tmp_path):
     on_gpu(tmp_path / "gpu", PLAIN)
     run(tmp_path / "cpu", PLAIN)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
+from types import ModuleType
 
 import numpy as np
 import torch
@@ -16,6 +19,8 @@ Batch = tuple[Tensor, Tensor]
 
 DEVICE_LIMIT_BYTES = 2 * 10**9
 """A larger data set stays on the host, and its batches are sent one by one."""
+DEVICES = ("cuda",)
+"""Where Triton's kernels run."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +82,8 @@ class Feed:
     Every epoch draws its order, crops and flips on the CPU from (seed, epoch) alone: any batch of
     any epoch can be made again, on any device. An epoch leaves out what does not fill a last
     batch, other images each time, so that every batch has the same shape. With a `share`, of each
-    batch only those examples (from, to) are made: the part of one rank among several.
+    batch only those examples (from, to) are made: the part of one rank among several. `in_place`
+    writes every batch over the last one.
     """
 
     def __init__(
@@ -90,6 +96,7 @@ class Feed:
         device: torch.device,
         dtype: torch.dtype = torch.float32,
         channels_last: bool = False,
+        in_place: bool = False,
         device_limit_bytes: int = DEVICE_LIMIT_BYTES,
     ) -> None:
         if not 1 <= batch <= len(task.images):
@@ -105,36 +112,25 @@ class Feed:
         home = torch.device("cpu") if self.streams else device
         self._images, self._labels = task.images.to(home), task.labels.to(home)
         self._held_out = task.held_out_images.to(home), task.held_out_labels.to(home)
-        self._dtype = dtype
+        self._dtype, self._last = dtype, channels_last
         self._format = torch.channels_last if channels_last else torch.contiguous_format
+        deviation = torch.tensor(task.deviation, device=device).view(1, -1, 1, 1)
+        self._scale = 1 / (255 * deviation)
+        self._shift = -torch.tensor(task.mean, device=device).view(1, -1, 1, 1) / deviation
+        self.in_place = in_place
+        self._made: Batch | None = None
         self._epoch: int | None = None
-        self._make_tables()
 
     @property
     def resident_bytes(self) -> int:
         """Of the data set, on the device, the whole time."""
         return 0 if self.streams or self.device.type == "cpu" else self.task.data_bytes
 
-    @property
-    def drawn_bytes(self) -> int:
-        """Order and crops of an epoch: of each image 32 bits and twice 16."""
-        return 8 * len(self.task.images)
-
-    def _make_tables(self) -> None:
-        """Where the rows and columns of every crop lie, mirrored ones behind the others; scales."""
-        task = self.task
-        height, width = task.images.shape[2:]
-        starts = torch.arange(2 * task.padding + 1)
-        rows = (starts[:, None] + torch.arange(height)) * (width + 2 * task.padding)
-        columns = starts[:, None] + torch.arange(width)
-        self._rows = rows.to(self.device)
-        self._columns = torch.cat([columns, columns.flip(1)]).to(self.device)
-        deviation = torch.tensor(task.deviation, device=self.device).view(1, -1, 1, 1)
-        self._scale = 1 / (255 * deviation)
-        self._shift = -torch.tensor(task.mean, device=self.device).view(1, -1, 1, 1) / deviation
-
     def _start(self, epoch: int) -> None:
-        """Draw what an epoch needs, and send it at once, in the fewest bytes that hold it."""
+        """Draw what an epoch needs: of each of its images which it is, and where the crop starts.
+
+        A column of a mirrored one is counted on from the last.
+        """
         count, crops = len(self.task.images), 2 * self.task.padding + 1
         generator = _generator(self.seed, _ORDER, epoch)
         order = torch.randperm(count, generator=generator)
@@ -142,9 +138,8 @@ class Feed:
         columns = torch.randint(crops, (count,), generator=generator)
         if self.task.flip:
             columns += crops * torch.randint(2, (count,), generator=generator)
-        self._order = order.to(torch.int32).to(self._images.device)
-        self._drawn_rows = rows.to(torch.int16).to(self.device)
-        self._drawn_columns = columns.to(torch.int16).to(self.device)
+        drawn = torch.stack([order, rows, columns], 1).to(torch.int32)
+        self._drawn = drawn.pin_memory() if self.device.type == "cuda" else drawn
         self._epoch = epoch
 
     def batch(self, epoch: int, number: int) -> Batch:
@@ -152,36 +147,71 @@ class Feed:
         if epoch != self._epoch:
             self._start(epoch)
         part = slice(*(number * self.batch_size + place for place in self.share))
-        chosen = self._order[part]
-        images = self._sent(self._images.index_select(0, chosen))
+        here = self._drawn[part]
+        drawn = here.to(self.device, non_blocking=True)
+        chosen = (here if self.streams else drawn)[:, 0].contiguous()
         labels = self._sent(self._labels.index_select(0, chosen))
-        return self._normalised(self._cropped(images, part)), labels
+        if self._made is None:
+            shape = (len(here), *self._images.shape[1:])
+            images = torch.empty(
+                shape, dtype=self._dtype, device=self.device, memory_format=self._format
+            )
+        else:
+            images, held = self._made
+            labels = held.copy_(labels)
+        kernels = _kernels() if self.device.type in DEVICES else None
+        if kernels is None or self.streams:
+            pixels = self._sent(self._images.index_select(0, chosen))
+        if kernels is None:
+            images.copy_(self._normalised(self._cropped(pixels, drawn)))
+        else:
+            kernels.crop(
+                pixels if self.streams else self._images, drawn, self._scale, self._shift,
+                self.task.padding, images, chosen=not self.streams, channels_last=self._last,
+            )  # fmt: skip
+        if self.in_place:
+            self._made = images, labels
+        return images, labels
 
-    def _cropped(self, images: Tensor, part: slice) -> Tensor:
+    def _cropped(self, images: Tensor, drawn: Tensor) -> Tensor:
         """Through one table of positions for all channels.
 
-        To index every dimension would copy a table of 64 bits for each, as large as the images:
-        on CUDA more than a step in small microbatches needs.
+        To index every dimension would copy a table of 64 bits for each, as large as the images.
         """
-        rows = self._rows[self._drawn_rows[part].long()]
-        columns = self._columns[self._drawn_columns[part].long()]
-        places = (rows[:, :, None] + columns[:, None, :]).flatten(1)
-        pixels = F.pad(images, (self.task.padding,) * 4).flatten(2)
-        made = pixels.gather(2, places[:, None].expand(-1, pixels.shape[1], -1))
-        return made.view(*images.shape)
+        padding, (height, width) = self.task.padding, images.shape[2:]
+        _, row, column = drawn.long().unbind(1)
+        across = torch.arange(width, device=images.device)
+        mirrored = column > 2 * padding
+        columns = torch.where(mirrored[:, None], across.flip(0), across)
+        columns = columns + (column - mirrored * (2 * padding + 1))[:, None]
+        rows = row[:, None] + torch.arange(height, device=images.device)
+        places = (rows * (width + 2 * padding))[:, :, None] + columns[:, None, :]
+        pixels = F.pad(images, (padding,) * 4).flatten(2)
+        places = places.flatten(1)[:, None].expand(-1, pixels.shape[1], -1)
+        return pixels.gather(2, places).view(*images.shape)
 
     def held_out(self, batch: int) -> Iterator[Batch]:
         """The images to evaluate on, as they are, in batches of at most `batch`."""
         for images, labels in zip(*(t.split(batch) for t in self._held_out), strict=True):
-            yield self._normalised(self._sent(images)), self._sent(labels)
+            wide = self._normalised(self._sent(images))
+            yield wide.to(self._dtype, memory_format=self._format), self._sent(labels)
 
     def _normalised(self, images: Tensor) -> Tensor:
         wide = images.to(torch.float32, copy=True)
-        torch.addcmul(self._shift, wide, self._scale, out=wide)
-        return wide.to(self._dtype, memory_format=self._format)
+        return torch.addcmul(self._shift, wide, self._scale, out=wide)
 
     def _sent(self, tensor: Tensor) -> Tensor:
         if not self.streams:
             return tensor
         # Pinned memory is used again only when the copy is done: the allocator sees to that.
         return tensor.pin_memory().to(self.device, non_blocking=True)
+
+
+@cache
+def _kernels() -> ModuleType | None:
+    """Triton's, where it is installed."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    from . import image_kernels
+
+    return image_kernels

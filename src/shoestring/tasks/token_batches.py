@@ -70,8 +70,9 @@ class TextFeed:
     epoch begins with long ones: whether the memory is enough shows at once, not after an hour.
     """
 
-    resident_bytes = drawn_bytes = 0
-    """Sentences and their order stay on the host; a batch is small."""
+    resident_bytes = 0
+    """Sentences and their order stay on the host."""
+    in_place = False
 
     def __init__(
         self,

@@ -37,6 +37,7 @@ class Step:
     def __init__(self, setup: Setup, plan: Plan) -> None:
         self._setup = setup
         self.plan = plan
+        self._in_place = False
         self._graph = self._runner()
         self.measured: Measurement | None = None
         """What the last `measure` found."""
@@ -53,7 +54,7 @@ class Step:
         if not can_capture(self._setup, kind):
             return None
         noisy = precision is not None and precision.rounding == "stochastic"
-        return GraphRunner(self._setup, self._compute, kind, noisy=noisy)
+        return GraphRunner(self._setup, self._compute, kind, noisy=noisy, in_place=self._in_place)
 
     @property
     def model(self) -> nn.Module:
@@ -96,6 +97,12 @@ class Step:
         if self._graph is not None:
             self._graph.drop()
             self._graph.enabled = wanted
+
+    def expect_in_place(self) -> None:
+        """Every batch will be written over the last one: no captured step copies it."""
+        self._in_place = True
+        if self._graph is not None:
+            self._graph.in_place = True
 
     @property
     def measurable(self) -> bool:

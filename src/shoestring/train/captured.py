@@ -30,14 +30,18 @@ class CapturedStep:
         starts: Sequence[int | None],
         pool: Any,
         *,
+        in_place: bool = False,
         again: bool = False,
     ) -> None:
         """`starts`: where recomputations draw from, relative to where the step does.
 
+        `in_place`: the batch is the caller's own to write the next one into; others are copied.
+
         Where it was captured before, only what was made since is searched for garbage: to search
         all that Python holds takes longer than the rest.
         """
-        self._batch = map_tensors(lambda tensor: tensor.to(device, copy=True), batch)
+        copy = not in_place
+        self._batch = map_tensors(lambda tensor: tensor.to(device, copy=copy), batch)
         self._inputs = tensors_of(self._batch)
         self._randomness = _Randomness(device, starts)
         self._graph = torch.cuda.CUDAGraph()
@@ -64,7 +68,8 @@ class CapturedStep:
     def __call__(self, batch: Any) -> torch.Tensor:
         """Run the step."""
         for held, given in zip(self._inputs, tensors_of(batch), strict=True):
-            held.copy_(given, non_blocking=True)
+            if held is not given:
+                held.copy_(given, non_blocking=True)
         with self._randomness.placed():
             self._graph.replay()
         self.replays += 1

@@ -303,8 +303,8 @@ def _plan_for_budget(call: Call, task: ImageTask | TextTask, device: str) -> Pla
     model, loss = job.model()
     batch = job.sample()
     room = parse_size(call.budget)
-    if device == "cuda":  # a captured step copies its minibatch
-        room -= job.feed.drawn_bytes + sum(t.nbytes for t in tensors_of(batch))
+    if device == "cuda" and isinstance(task, TextTask):  # a captured step copies its minibatch
+        room -= sum(t.nbytes for t in tensors_of(batch))
     with working(f"planning {call.model} for {call.budget}"):
         found = plan(
             model, batch, loss=loss, optimizer=job.optimizer(model, there),

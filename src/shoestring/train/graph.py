@@ -56,8 +56,9 @@ class GraphRunner:
         precision: str,
         *,
         noisy: bool = False,
+        in_place: bool = False,
     ) -> None:
-        self._setup, self._compute = setup, compute
+        self._setup, self._compute, self.in_place = setup, compute, in_place
         self._rates = Rates(setup.optimizer, precision, noisy=noisy)
         self._modules = list(setup.model.modules())
         self._numbers = [(m.__dict__, name) for m in self._modules for name in numbers_of(m)]
@@ -147,7 +148,10 @@ class GraphRunner:
                 drawn = stream_states()
                 starts = self._seen[shapes]
                 again, self._captures = self._captures > 0, self._captures + 1
-                graph = CapturedStep(self._compute, batch, device, starts, self._pool, again=again)
+                graph = CapturedStep(
+                    self._compute, batch, device, starts, self._pool,
+                    in_place=self.in_place, again=again,
+                )  # fmt: skip
                 if stream_states() != drawn:
                     raise RuntimeError("it draws random numbers on the host")
             if changed := host.changed():

@@ -50,6 +50,7 @@ class ImageJob:
             device=device,
             dtype=_TYPES[kind],
             channels_last=settings.channels_last,
+            in_place=device.type == "cuda",
             device_limit_bytes=device_limit_bytes,
         )
         self.updates = settings.epochs * self.feed.steps_per_epoch

@@ -24,15 +24,12 @@ class Feed(Protocol):
     """Minibatches on a device; any of them can be made again."""
 
     steps_per_epoch: int
+    in_place: bool
+    """Whether every batch is written over the last one."""
 
     @property
     def resident_bytes(self) -> int:
         """Of the data set, on the device, the whole time."""
-        ...
-
-    @property
-    def drawn_bytes(self) -> int:
-        """Of what is drawn for an epoch, on the device until the next."""
         ...
 
     def batch(self, epoch: int, number: int) -> Any:

@@ -65,6 +65,8 @@ class Trainer:
         self.step: Step = apply(
             self.job.plan, model, optimizer, loss=self.loss, parallel=self.job.parallel
         )
+        if self.feed.in_place:
+            self.step.expect_in_place()
         separate_streams(settings.seed)
         self.done = 0
         """Updates so far."""
