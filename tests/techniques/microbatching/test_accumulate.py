@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -212,6 +213,8 @@ def test_a_step_that_fails_leaves_no_sums(monkeypatch):
             if batch.isnan().any():
                 with pytest.raises(RuntimeError, match="stop"):
                     step(batch)
+                gc.collect()
+                assert not step._setup.split.__self__._sums
             else:
                 step(batch)
         return [p.detach() for p in model.parameters()]

@@ -45,6 +45,9 @@ class _Taken:
         self._active = True
         try:
             yield from self._split(batch)
+        except BaseException:  # the step failed; what it added up must not take memory
+            self._forget()
+            raise
         finally:
             self._active = False
 
