@@ -158,11 +158,13 @@ def compare_kernels():
         of = task(padding=padding, flip=flip)
         for dtype in (torch.float32, torch.float16):
             settings = {"seed": number, "device": CPU, "channels_last": channels_last}
-            feed = Feed(of, 7, dtype=dtype, **settings)
             module.DEVICES = ()
-            wanted = [feed.batch(epoch, 1) for epoch in range(3)]
+            plain = Feed(of, 7, dtype=dtype, **settings)
             module.DEVICES = ("cpu",)
+            feed = Feed(of, 7, dtype=dtype, **settings)
+            wanted = [plain.batch(epoch, 1) for epoch in range(3)]
             found = [feed.batch(epoch, 1) for epoch in range(3)]
+            assert feed._kernels is not None and plain._kernels is None
             for (images, labels), (expected, chosen) in zip(found, wanted, strict=True):
                 assert labels.equal(chosen) and images.stride() == expected.stride()
                 torch.testing.assert_close(images, expected)
@@ -170,6 +172,19 @@ def compare_kernels():
 
 def test_the_kernel_makes_the_same_crops():
     run_interpreted(__file__, "compare_kernels()")
+
+
+def test_where_triton_cannot_compile_pytorch_makes_them():
+    class Broken:
+        def crop(self, *_, **__):
+            raise RuntimeError("Failed to find C compiler.\nPlease specify one")
+
+    plain, feed = Feed(task(), 8, seed=1, device=CPU), Feed(task(), 8, seed=1, device=CPU)
+    feed._kernels = Broken()
+    with pytest.warns(RuntimeWarning, match=r"\(Failed to find C compiler\.\)"):
+        first = feed.batch(0, 0)
+    assert first[0].equal(plain.batch(0, 0)[0])
+    assert feed.batch(0, 1)[0].equal(plain.batch(0, 1)[0])  # without a word
 
 
 @pytest.mark.gpu

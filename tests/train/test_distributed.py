@@ -117,6 +117,15 @@ def test_two_ranks_train_as_one_process(found: list[Any], case: tuple[str, ...])
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_small_gradients_added_together(found: list[Any], kind: str) -> None:
+    made = found[0][f"small gradients {kind}"]
+    plain, together = made["one by one"], made["together"]
+    assert plain["losses"] == together["losses"]
+    for name, tensor in plain["state"]["model"].items():
+        assert torch.equal(tensor, together["state"]["model"][name]), name
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_weights_that_lie_channels_last(found: list[Any], kind: str) -> None:
     assert_same(channels_last(None), found[0][f"channels last {kind}"])
 

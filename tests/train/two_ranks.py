@@ -23,6 +23,7 @@ from shoestring.errors import ShoestringError
 from shoestring.planning.plan import Plan
 from shoestring.tasks import ImageTask, load_task
 from shoestring.techniques import Checkpointing, Microbatching, Precision, Sparsity, Technique
+from shoestring.techniques.microbatching import accumulate
 from shoestring.techniques.sparsity import sparse_tensors
 from shoestring.train.apply import Step, apply
 from shoestring.train.loop import train
@@ -113,6 +114,23 @@ def channels_last(parallel: str | None) -> dict[str, Any]:
     optimizer, loss = OPTIMIZERS["sgd"](model), SMALL["residual"].loss
     step = apply([Microbatching(3)], model, optimizer, loss=loss, parallel=parallel)
     return trained(step, batches("residual", 3))
+
+
+def small_gradients(parallel: str) -> dict[str, Any]:
+    """Added one by one, and together as on a GPU; BatchNorm's are not split."""
+    found = {}
+    plain = accumulate.DEVICES
+    try:
+        for way, devices in (("one by one", ()), ("together", ("cpu",))):
+            accumulate.DEVICES = devices
+            torch.manual_seed(0)
+            model, loss = SMALL["residual"].build(), SMALL["residual"].loss
+            plan = [Precision("fp16"), Microbatching(1)]
+            step = apply(plan, model, OPTIMIZERS["sgd"](model), loss=loss, parallel=parallel)
+            found[way] = trained(step, batches("residual", 3))
+    finally:
+        accumulate.DEVICES = plain
+    return found
 
 
 def other_weights_at_first() -> dict[str, Any]:
@@ -356,6 +374,7 @@ def jobs(place: Path, states: dict[str, Any]) -> dict[str, Callable[[], dict[str
         made[f"go on {parallel} {plan}"] = lambda a=parallel, b=plan: go_on(a, b, states[b])
     for parallel in ("ddp", "fsdp"):
         made[f"channels last {parallel}"] = lambda a=parallel: channels_last(a)
+        made[f"small gradients {parallel}"] = lambda a=parallel: small_gradients(a)
         made[f"overflow {parallel}"] = lambda a=parallel: overflow(a)
         for plan in ("plain", "microbatched"):
             made[f"collectives {parallel} {plan}"] = lambda a=parallel, b=plan: collectives(a, b)

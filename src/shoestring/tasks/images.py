@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
+from subprocess import SubprocessError
 from types import ModuleType
 
 import numpy as np
@@ -117,6 +119,7 @@ class Feed:
         deviation = torch.tensor(task.deviation, device=device).view(1, -1, 1, 1)
         self._scale = 1 / (255 * deviation)
         self._shift = -torch.tensor(task.mean, device=device).view(1, -1, 1, 1) / deviation
+        self._kernels = _kernels() if device.type in DEVICES else None
         self.in_place = in_place
         self._made: Batch | None = None
         self._epoch: int | None = None
@@ -159,19 +162,32 @@ class Feed:
         else:
             images, held = self._made
             labels = held.copy_(labels)
-        kernels = _kernels() if self.device.type in DEVICES else None
-        if kernels is None or self.streams:
-            pixels = self._sent(self._images.index_select(0, chosen))
-        if kernels is None:
+        pixels = self._sent(self._images.index_select(0, chosen)) if self.streams else self._images
+        if not self._by_kernel(pixels, drawn, images):
+            pixels = pixels if self.streams else pixels.index_select(0, chosen)
             images.copy_(self._normalised(self._cropped(pixels, drawn)))
-        else:
-            kernels.crop(
-                pixels if self.streams else self._images, drawn, self._scale, self._shift,
-                self.task.padding, images, chosen=not self.streams, channels_last=self._last,
-            )  # fmt: skip
         if self.in_place:
             self._made = images, labels
         return images, labels
+
+    def _by_kernel(self, images: Tensor, drawn: Tensor, out: Tensor) -> bool:
+        """Whether a kernel made the crops, and will."""
+        if self._kernels is None:
+            return False
+        try:
+            self._kernels.crop(
+                images, drawn, self._scale, self._shift, self.task.padding, out,
+                chosen=not self.streams, channels_last=self._last,
+            )  # fmt: skip
+        except (RuntimeError, OSError, SubprocessError) as error:  # no compiler, or no headers
+            self._kernels = None
+            why = str(error).partition("\n")[0]
+            warnings.warn(
+                f"Triton cannot make minibatches here ({why}); PyTorch does, in some more memory",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        return self._kernels is not None
 
     def _cropped(self, images: Tensor, drawn: Tensor) -> Tensor:
         """Through one table of positions for all channels.

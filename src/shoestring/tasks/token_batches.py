@@ -20,7 +20,7 @@ SHAPES = 8
 """As many as steps are kept captured."""
 
 AHEAD = 3
-"""Batches of the longest sentences with which a training begins: run, captured and replayed."""
+"""Batches of the largest shape with which a training begins: run, captured and replayed."""
 
 TextBatch = dict[str, Tensor]
 _ORDER = 2
@@ -67,7 +67,7 @@ class TextFeed:
 
     Sentences that do not fill a batch of their length go to the next longer one; what is left of
     the longest fills up with rows of padding, so every sentence is seen once an epoch. The first
-    epoch begins with long ones: whether the memory is enough shows at once, not after an hour.
+    epoch begins with large batches: whether memory is enough shows at once, not after an hour.
     """
 
     resident_bytes = 0
@@ -129,8 +129,9 @@ class TextFeed:
             batches.append((self.shapes[-1], left))
         drawn = [batches[position] for position in draw.permutation(len(batches))]
         if epoch == 0:
-            long = [at for at, (shape, _) in enumerate(drawn) if shape == self.shapes[-1]][:AHEAD]
-            drawn = [drawn.pop(at) for at in reversed(long)] + drawn
+            largest = _largest(self.shapes, None)
+            large = [at for at, (shape, _) in enumerate(drawn) if shape == largest][:AHEAD]
+            drawn = [drawn.pop(at) for at in reversed(large)] + drawn
         self._drawn, self._epoch = drawn, epoch
 
     def batch(self, epoch: int, number: int) -> TextBatch:
@@ -144,17 +145,10 @@ class TextFeed:
         """A batch of the largest shape, all of it words: for predictions of memory.
 
         Where only `at_once` tokens run at once, two such parts of the shape in which they are the
-        most: all others are like the second. Attention takes memory with the square of the length,
-        and little of it.
+        most: all others are like the second.
         """
-
-        def rows(shape: Shape) -> int:
-            return (
-                shape.rows if at_once is None else min(shape.rows, max(at_once // shape.length, 1))
-            )
-
-        largest = max(self.shapes, key=lambda s: rows(s) * s.length * (256 + s.length))
-        count = largest.rows if at_once is None else min(largest.rows, 2 * rows(largest))
+        largest = _largest(self.shapes, at_once)
+        count = min(largest.rows, (1 if at_once is None else 2) * _rows(largest, at_once))
         ones = torch.full((count, largest.length), len(SPECIAL))
         return {name: ones.clone() for name in ("source", "target_in", "target_out")}
 
@@ -172,6 +166,16 @@ class TextFeed:
                 np.maximum(*(s.lengths for s in self.task.valid)), tokens
             )
         ]
+
+
+def _rows(shape: Shape, at_once: int | None) -> int:
+    """Of a shape, that run at once."""
+    return shape.rows if at_once is None else min(shape.rows, max(at_once // shape.length, 1))
+
+
+def _largest(shapes: list[Shape], at_once: int | None) -> Shape:
+    """Attention takes memory with the square of the length, and little of it."""
+    return max(shapes, key=lambda s: _rows(s, at_once) * s.length * (256 + s.length))
 
 
 def by_length(lengths: np.ndarray, tokens: int) -> list[tuple[Shape, np.ndarray]]:

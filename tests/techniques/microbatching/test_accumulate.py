@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -168,17 +169,74 @@ def test_added_together_sums_are_the_same_on_a_gpu(monkeypatch):
         assert torch.equal(a, b)
 
 
-def test_a_gradient_somebody_watches_stays_with_its_parameter(monkeypatch):
+@pytest.mark.parametrize("first", [True, False])
+def test_a_gradient_somebody_watches_stays_with_its_parameter(monkeypatch, first):
     monkeypatch.setattr(module, "DEVICES", ("cpu",))
     model = small_network()
     seen = []
-    model[1].weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
-    assert all(p is not model[1].weight for p in module.small_parameters(model))
+
+    def watch() -> None:
+        model[1].weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+
+    if first:
+        watch()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step = apply([Microbatching(5)], model, optimizer, loss=lambda m, b: m(b).square().mean())
+    if not first:
+        watch()
     optimizer.register_step_pre_hook(lambda *_: seen.append(model[1].weight.grad.clone()))
     step(torch.randn(10, 3, 6, 6))
     assert len(seen) == 3 and torch.equal(seen[1], seen[2])
+
+
+@pytest.mark.parametrize("plan", [Microbatching(2), Microbatching(2, accumulate="compensated")])
+def test_nothing_is_held_when_nobody_holds_it(monkeypatch, plan):
+    monkeypatch.setattr(module, "DEVICES", ("cpu",))
+    model = small_network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    step = apply([plan], model, optimizer, loss=lambda m, b: m(b).square().mean())
+    step(torch.randn(6, 3, 6, 6))
+    held = [weakref.ref(thing) for thing in (*model.parameters(), optimizer)]
+    del model, optimizer, step
+    gc.collect()
+    assert not any(ref() is not None for ref in held)
+
+
+def test_a_part_of_something_large_does_not_wait(monkeypatch):
+    class Joined(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.large, self.small = nn.Parameter(torch.ones(40_000)), nn.Parameter(torch.ones(5))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            waiting.append(step._setup.split.__self__._bytes)
+            return torch.cat([self.large, self.small]) * x
+
+    waiting: list[int] = []
+    monkeypatch.setattr(module, "DEVICES", ("cpu",))
+    model = Joined()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = apply([Microbatching(1)], model, optimizer, loss=lambda m, b: m(b).mean())
+    step(torch.ones(4, 40_005))
+    assert waiting == [0, 0, 0, 0]
+    assert torch.equal(model.small.detach(), torch.full((5,), 1 - 0.1 / 40_005))
+
+
+def test_sparse_and_dense_gradients_of_one_parameter(monkeypatch):
+    def after(devices: tuple[str, ...]) -> torch.Tensor:
+        monkeypatch.setattr(module, "DEVICES", devices)
+        torch.manual_seed(0)
+        model = nn.Embedding(6, 3, sparse=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def loss(m: nn.Module, b: torch.Tensor) -> torch.Tensor:
+            used = m(b).square().mean()
+            return used + m.weight.square().mean() if int(b[0, 0]) % 2 else used
+
+        apply([Microbatching(1)], model, optimizer, loss=loss)(torch.tensor([[0], [1], [2], [3]]))
+        return model.weight.detach()
+
+    torch.testing.assert_close(after(("cpu",)), after(()))
 
 
 def test_a_prediction_finds_gradients_where_they_are(monkeypatch):

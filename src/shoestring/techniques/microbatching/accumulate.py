@@ -29,15 +29,18 @@ WAITING = 64 * 1024
 
 
 class _Taken:
-    """Takes every gradient of some parameters as it is made; gives sums back before the update."""
+    """Takes every gradient of some parameters as it is made; gives sums back after the last part.
+
+    It holds no parameter between steps: a hook and what it refers to are never collected while they
+    refer to each other.
+    """
 
     def __init__(self, setup: Setup, parameters: Iterable[nn.Parameter]) -> None:
         self._active = False
-        self._split, self._update = setup.split, setup.update
         for parameter in parameters:
             handle = parameter.register_post_accumulate_grad_hook(self._take)
             setup.undo.append(handle.remove)
-        setup.split, setup.update = self.split, self.update
+        self._split, setup.split = setup.split, self.split
 
     def split(self, batch: Any) -> Iterator[Any]:
         """The same parts; gradients made outside of a step are left alone."""
@@ -45,25 +48,26 @@ class _Taken:
         self._active = True
         try:
             yield from self._split(batch)
-        except BaseException:  # the step failed; what it added up must not take memory
-            self._forget()
-            raise
+            self._give_back()
         finally:
             self._active = False
+            self._forget()
 
-    def update(self) -> None:
-        """Gradients back where the update looks for them; all else is freed."""
+    @torch.no_grad()
+    def _give_back(self) -> None:
+        """What was not taken was added by autograd."""
         for parameter, total in self._totals():
-            parameter.grad = total
-        self._forget()
-        self._update()
+            parameter.grad = total if parameter.grad is None else total.add_(parameter.grad)
 
     @torch.no_grad()
     def _take(self, parameter: torch.Tensor) -> None:
         gradient = parameter.grad
-        if self._active and gradient is not None and gradient.layout is torch.strided:
+        if self._active and gradient is not None and self._wants(parameter, gradient):
             parameter.grad = None
             self._add(parameter, gradient)
+
+    def _wants(self, parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
+        return gradient.layout is torch.strided
 
     def _add(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         raise NotImplementedError
@@ -105,24 +109,42 @@ class Together(_Taken):
     """Small gradients in one kernel, as soon as there are enough or one of them comes again."""
 
     def __init__(self, setup: Setup, parameters: list[nn.Parameter]) -> None:
+        self._device = parameters[0].device
         self._sums: dict[torch.Tensor, torch.Tensor] = {}
         self._waiting: dict[torch.Tensor, torch.Tensor] = {}
         self._bytes = 0
         super().__init__(setup, parameters)
 
+    def split(self, batch: Any) -> Iterator[Any]:
+        """The same parts."""
+        self._stream = _stream(self._device)
+        return super().split(batch)
+
+    def _wants(self, parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
+        """Not where others look at it too, nor those of other threads and streams.
+
+        Autograd has a thread for each device, and adds each gradient on a stream of its own.
+        """
+        alone = len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ()) == 1
+        here = gradient.device == self._device and _stream(self._device) == self._stream
+        return alone and here and super()._wants(parameter, gradient)
+
     def _add(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         if parameter not in self._sums:
             self._sums[parameter] = gradient
             return
-        if parameter in self._waiting or self._bytes + gradient.nbytes > WAITING:
+        nbytes = gradient.untyped_storage().nbytes()  # of all it is a part of
+        if parameter in self._waiting or self._bytes + nbytes > WAITING:
             self._bring_together()
         self._waiting[parameter] = gradient
-        self._bytes += gradient.nbytes
+        self._bytes += nbytes
+        if nbytes > WAITING:
+            self._bring_together()
 
     def _bring_together(self) -> None:
-        alike: dict[Any, list[torch.Tensor]] = {}
+        alike: dict[torch.dtype, list[torch.Tensor]] = {}
         for parameter, gradient in self._waiting.items():
-            alike.setdefault((gradient.dtype, gradient.device), []).append(parameter)
+            alike.setdefault(gradient.dtype, []).append(parameter)
         for parameters in alike.values():
             totals = [self._sums[parameter] for parameter in parameters]
             torch._foreach_add_(totals, [self._waiting[parameter] for parameter in parameters])
@@ -130,8 +152,7 @@ class Together(_Taken):
         self._bytes = 0
 
     def _totals(self) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-        with torch.no_grad():
-            self._bring_together()
+        self._bring_together()
         return self._sums.items()
 
     def _forget(self) -> None:
@@ -140,14 +161,17 @@ class Together(_Taken):
         self._bytes = 0
 
 
+def _stream(device: torch.device) -> Any:
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
 def small_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Those whose gradients are better added together, and are watched by nobody else."""
+    """Those whose gradients are better added together."""
     return [
         p
         for p in model.parameters()
         if p.requires_grad
         and p.numel() <= SMALL
-        and not is_fake(p)  # a prediction looks for gradients at their parameters
         and p.device.type in DEVICES
-        and not getattr(p, "_post_accumulate_grad_hooks", None)
+        and not is_fake(p)  # what waits is too little to predict
     ]
