@@ -5,8 +5,6 @@ Neither makes the unfolded copy of the input, `taps` times its size, that the us
 
 from __future__ import annotations
 
-import importlib.util
-from functools import cache
 from typing import Any
 
 import torch
@@ -14,6 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
+from ..kernels import has_triton
 from ..passes import passes
 
 KERNEL_TYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -114,10 +113,5 @@ def _has_kernel(x: Tensor, weights: Tensor) -> bool:
         and weights.dtype in KERNEL_TYPES
         and x.numel() > 0
         and not isinstance(x, FakeTensor)
-        and _has_triton()
+        and has_triton()
     )
-
-
-@cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache
 from subprocess import SubprocessError
 from types import ModuleType
 
@@ -16,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import InputError
+from ..kernels import has_triton
 
 Batch = tuple[Tensor, Tensor]
 
@@ -223,10 +222,9 @@ class Feed:
         return tensor.pin_memory().to(self.device, non_blocking=True)
 
 
-@cache
 def _kernels() -> ModuleType | None:
     """Triton's, where it is installed."""
-    if importlib.util.find_spec("triton") is None:
+    if not has_triton():
         return None
     from . import image_kernels
 

@@ -11,7 +11,6 @@ Elsewhere (on the CPU, in FP64, in other layouts) BatchNorm stays PyTorch's, whi
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Callable
 from functools import partial
@@ -22,6 +21,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function
 
+from ..kernels import has_triton
 from .base import Setup
 
 DEVICES = ("cuda",)
@@ -252,7 +252,7 @@ def lean_batch_norm(setup: Setup) -> None:
     The run it wraps is the first that looks at the graph: what defers functions goes around it.
     """
     device = next(setup.model.parameters()).device
-    if device.type not in DEVICES or importlib.util.find_spec("triton") is None:
+    if device.type not in DEVICES or not has_triton():
         return
     fusion, plain = _Fusion(setup.model), setup.run
     if not fusion:

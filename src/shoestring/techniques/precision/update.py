@@ -10,7 +10,6 @@ are scaled or rounded at random, the kernels are ours.
 
 from __future__ import annotations
 
-import importlib.util
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +18,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from ...kernels import has_triton
 from ...trace.cuda import is_dense, on_cuda
 from ...trace.fakes import is_fake, readable
 from .blocks import Block, Piece, Rows, block_elements, blocks, cut, gather
@@ -300,7 +300,7 @@ def kernels_know(optimizer: Optimizer) -> bool:
     return (
         type(optimizer) in (SGD, Adam, AdamW)
         and all(_is_usual(group) for group in optimizer.param_groups)
-        and importlib.util.find_spec("triton") is not None
+        and has_triton()
     )
 
 

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import weakref
 from dataclasses import dataclass, field
-from functools import cache
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
+from ...kernels import has_triton
 from . import index as plain
 
 
-@cache
 def _triton_kernels() -> ModuleType | None:
-    if importlib.util.find_spec("triton") is None:
+    if not has_triton():
         return None
     from . import kernels
 
