@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from ..errors import InputError
 from ..memory.live import LivePeak, live_at_peak
@@ -21,7 +20,7 @@ from ..planning.result import BudgetPlan
 from ..techniques import Checkpointing, Microbatching
 from ..techniques.base import Run, Setup, Technique
 from ..trace.capture import Loss, check_loss, check_trainable
-from ..trace.fakes import check_optimizer
+from ..trace.fakes import check_optimizer, is_fake
 from ..trace.graph import Phase
 from .graph import GraphRunner, can_capture, on_device
 from .holding import Hold
@@ -75,7 +74,7 @@ class Step:
     def _there(self) -> AbstractContextManager[Any]:
         """On the model's GPU, which need not be the current one."""
         first = next(self.model.parameters())
-        real = first.is_cuda and not isinstance(first, FakeTensor)
+        real = first.is_cuda and not is_fake(first)
         return torch.cuda.device(first.device) if real else nullcontext()
 
     def _run(self, batch: Any) -> torch.Tensor:

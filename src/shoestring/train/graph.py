@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from ..techniques.base import Setup
 from ..techniques.checkpointing.draws import Starts, followed_by
 from ..trace.batches import form_of, map_tensors
+from ..trace.fakes import is_fake
 from .captured import CapturedStep, default_generator
 from .host import HostState, numbers_of
 from .rates import Rates
@@ -35,7 +35,7 @@ PATIENCE = 3
 def can_capture(setup: Setup, precision: str) -> bool:
     """Whether the update stays on the device, and random numbers come from PyTorch's generator."""
     first = next(setup.model.parameters())
-    if first.device.type != "cuda" or isinstance(first, FakeTensor):
+    if first.device.type != "cuda" or is_fake(first):
         return False
     if any(isinstance(m, nn.RNNBase) and m.dropout > 0 for m in setup.model.modules()):
         return False  # cuDNN draws from a state of its own

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...trace.fakes import is_fake
 from ..base import Setup
 
 DEVICES = ("cuda",)
@@ -170,8 +169,5 @@ def small_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [
         p
         for p in model.parameters()
-        if p.requires_grad
-        and p.numel() <= SMALL
-        and p.device.type in DEVICES
-        and not is_fake(p)  # what waits is too little to predict
+        if p.requires_grad and p.numel() <= SMALL and p.device.type in DEVICES
     ]
