@@ -15,7 +15,7 @@ from shoestring.train.predict import predict_step
 from shoestring.train.settings import build_model
 
 ROOT = Path(__file__).parents[2]
-LEAN = [Precision("fp16"), Checkpointing("residual-2*"), Microbatching(10)]
+LEAN = [Precision("fp16"), Checkpointing("residual-2*")]
 
 
 @pytest.fixture
@@ -47,12 +47,15 @@ def test_a_run_in_fp16(no_workspaces):
     assert predicted("wrn-28-2-pool", [Precision("fp16")]) == pytest.approx(measured, rel=0.02)
 
 
-@pytest.mark.parametrize("density", [1, 0.3])
-def test_a_step_of_the_benchmark(no_workspaces, density):
+@pytest.mark.parametrize(
+    ("density", "size"), [(1, 100), (1, 10), (0.3, 10), (0.2, 10), (0.2, 4), (0.1, 4)]
+)
+def test_a_step_of_the_benchmark(no_workspaces, density, size):
     text = (ROOT / "benchmarks/results/measured_memory_h200.json").read_text()
     rows = {row["name"]: row["peak_bytes"] for row in json.loads(text)["rows"]}
-    measured = rows[f"density {density} microbatch 10, channels_last"]
-    parts = LEAN if density == 1 else [Sparsity(density), *LEAN]
+    measured = rows[f"density {density} microbatch {size}, channels_last"]
+    parts = LEAN if size == 100 else [*LEAN, Microbatching(size)]
+    parts = parts if density == 1 else [Sparsity(density), *parts]
     assert predicted("wrn-28-2", parts) == pytest.approx(measured, rel=0.05)
 
 
@@ -75,6 +78,7 @@ def test_a_run_on_text(no_workspaces, precision):
 
 
 def test_with_workspaces_it_is_as_much_more(no_workspaces, monkeypatch):
-    without = predicted("wrn-10-1", LEAN)
+    without = predicted("wrn-10-1", [*LEAN, Microbatching(10)])
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:2:16:8")
-    assert predicted("wrn-10-1", LEAN) - without == 2 * (2 * 4096 + 8 * 16) * 1024
+    more = predicted("wrn-10-1", [*LEAN, Microbatching(10)]) - without
+    assert more == 2 * (2 * 4096 + 8 * 16) * 1024

@@ -29,6 +29,7 @@ def _shape_of_convolution(
         transposed=bool(settings.get("transposed", False)),
         output_padding=extents("output_padding", 0),
         groups=int(settings.get("groups", 1)),
+        channels_last=_channels_last(view),
     )
 
 
@@ -37,16 +38,18 @@ def _channels_last(view: Operands) -> bool:
     return dims > 2 and view.order("input") == (0, *range(2, dims), 1)
 
 
+def _order(shape: ConvolutionShape) -> tuple[int, ...] | None:
+    """Of the dimensions in memory, where it is not theirs."""
+    return (0, *range(2, len(shape.input)), 1) if shape.channels_last else None
+
+
 def convolution(view: Operands, table: ConvolutionTable) -> Iterator[Temporary]:
     """Forward."""
     weight, input = view.inputs["weight"], view.inputs["input"]
     shape = _shape_of_convolution(view, weight, input)
-    if _channels_last(view):
-        sizes: tuple[int, ...] = () if shape.groups > 1 else (nbytes_of(weight),)
-        yield Temporary(sizes, "the weight with its channels last")
-        return
+    copies = view.copied("input", "weight", wanted=_order(shape))
     nbytes = table.nbytes(shape, "forward", input.dtype)
-    yield Temporary((*view.copied("input", "weight"), nbytes), "cuDNN workspace")
+    yield Temporary((*copies, nbytes), "cuDNN workspace")
 
 
 def convolution_backward(view: Operands, table: ConvolutionTable) -> Iterator[Temporary]:
@@ -54,11 +57,9 @@ def convolution_backward(view: Operands, table: ConvolutionTable) -> Iterator[Te
     weight, input = view.inputs["weight"], view.inputs["input"]
     shape = _shape_of_convolution(view, weight, input)
     mask = view.settings.get("output_mask", (True, True, True))
-    channels_last = _channels_last(view)
-    wanted = (0, *range(2, len(input.shape)), 1) if channels_last else None
-    copies = view.copied("grad_output", "input", "weight", wanted=wanted)
+    copies = view.copied("grad_output", "input", "weight", wanted=_order(shape))
     for results, kind in enumerate(_asked(view), start=1):
-        nbytes = 0 if channels_last else table.nbytes(shape, kind, input.dtype)
+        nbytes = table.nbytes(shape, kind, input.dtype)
         yield Temporary((*copies, nbytes), f"cuDNN workspace, gradient of {kind}", results)
     if mask[2]:
         dims = [d for d in range(len(view.inputs["grad_output"].shape)) if d != 1]
@@ -72,7 +73,6 @@ def convolutions(trace: Trace) -> Iterator[tuple[ConvolutionShape, str, torch.dt
         for op in trace.ops
         if op.name in ("aten.convolution", "aten.convolution_backward")
         for view in (Operands(op),)
-        if not _channels_last(view)
         for dtype in (view.inputs["input"].dtype,)
         for kind in _asked(view)
     )

@@ -38,6 +38,7 @@ class ConvolutionShape:
     transposed: bool = False
     output_padding: tuple[int, ...] = ()
     groups: int = 1
+    channels_last: bool = False
 
     @property
     def output(self) -> tuple[int, ...]:
@@ -60,7 +61,12 @@ class ConvolutionShape:
         """What kernels are specialised for: only members of one family resemble each other."""
         depthwise = self.groups > 1 and self.groups == self.input[1]
         grouping = "depthwise" if depthwise else "grouped" if self.groups > 1 else "dense"
-        return (self.transposed, self.weight[2:], self.stride, grouping)
+        return (self.transposed, self.weight[2:], self.stride, grouping, self.channels_last)
+
+    @property
+    def clan(self) -> tuple[object, ...]:
+        """Several families: kernels of any extent and stride."""
+        return self.family[::3] + self.family[4:]
 
     @property
     def position(self) -> tuple[float, ...]:
@@ -130,7 +136,7 @@ class ConvolutionTable:
         families: dict[tuple[object, ...], list[ConvolutionShape]] = {}
         for shape in self._measured:
             families.setdefault(shape.family, []).append(shape)
-            families.setdefault(shape.family[::3], []).append(shape)
+            families.setdefault(shape.clan, []).append(shape)
         return families
 
     @cached_property
@@ -160,7 +166,7 @@ class ConvolutionTable:
         if batches:
             same = min(batches, key=lambda other: abs(log2(other.input[0] / shape.input[0])))
             return _transferred(self._measured[same][kind, itemsize], same, shape, itemsize)
-        near = self._families.get(shape.family) or self._families.get(shape.family[::3]) or []
+        near = self._families.get(shape.family) or self._families.get(shape.clan) or []
         here = shape.position
         nearest = sorted(
             near,
@@ -217,6 +223,7 @@ def _shipped_table() -> ConvolutionTable:
             transposed=row["transposed"] == "1",
             output_padding=_ints(row["output_padding"], spatial),
             groups=int(row["groups"]),
+            channels_last=row.get("channels_last") == "1",
         )
         measured[shape] = {
             (kind, itemsize): int(row[f"float{8 * itemsize}_{kind}"])

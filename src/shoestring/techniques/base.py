@@ -47,6 +47,8 @@ class Setup:
     after_update: list[Callable[[], object]] = field(default_factory=list)
     """Called after every update; True says that parameters or buffers were replaced."""
     state: dict[str, HasState] = field(default_factory=dict)
+    first_run_differs: bool = False
+    """The first forward pass is looked at; what was found there changes those after it."""
     undo: list[Callable[[], None]] = field(default_factory=list)
     """Called in reverse order when a later technique fails: the model must be as it was."""
 

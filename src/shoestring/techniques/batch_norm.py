@@ -22,6 +22,8 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function
 
 from ..kernels import has_triton
+from ..trace.cuda import on_cuda
+from ..trace.fakes import is_fake
 from .base import Setup
 
 DEVICES = ("cuda",)
@@ -194,7 +196,7 @@ class _Fusion:
 
         What PyTorch refuses is left to it: one value a channel, or a shape that does not fit.
         """
-        if not (norm.training and x.device.type in DEVICES and type(x) is torch.Tensor):
+        if not (norm.training and _goes_there(x)):
             return None
         if x.dtype not in _TYPES or inner(x) is None:
             return None
@@ -242,6 +244,11 @@ def _changed(module: nn.Module) -> bool:
     return bool(hooks) or "forward" in module.__dict__
 
 
+def _goes_there(x: torch.Tensor) -> bool:
+    """Whether it is a tensor that the kernels can read, or stands for one."""
+    return (type(x) is torch.Tensor and x.device.type in DEVICES) or (is_fake(x) and on_cuda(x))
+
+
 def _fits(norm: Any) -> bool:
     return norm.affine and norm.track_running_stats and norm.momentum is not None
 
@@ -251,11 +258,13 @@ def lean_batch_norm(setup: Setup) -> None:
 
     The run it wraps is the first that looks at the graph: what defers functions goes around it.
     """
-    device = next(setup.model.parameters()).device
-    if device.type not in DEVICES or not has_triton():
+    first = next(setup.model.parameters())
+    there = first.device.type in DEVICES or (is_fake(first) and on_cuda(first))
+    if not there or not has_triton():
         return
     fusion, plain = _Fusion(setup.model), setup.run
     if not fusion:
         return
     setup.undo.append(fusion.install())
     setup.run = lambda batch: fusion.run(plain, batch)
+    setup.first_run_differs = True

@@ -19,10 +19,13 @@ import torch
 import triton
 import triton.language as tl
 
+from ..trace.fakes import is_fake
 from .batch_norm import Running, inner
 
 TILE = 4096
 """Elements of a tile: the rows are as many as fit beside the channels."""
+FEW = 2**20
+"""Elements of a channels-last tensor below which tiles are half as large, for more programs."""
 WIDE = 128
 """Channels of a tile at most."""
 SHARES = 64
@@ -240,7 +243,8 @@ class _Sizes:
         self.channels, self.groups = x.shape[1], groups
         self.rows = x.numel() // (self.channels * groups)
         wide = min(triton.next_power_of_2(self.channels), WIDE) if beside == 1 else 1
-        tall = min(TILE // wide, triton.next_power_of_2(self.rows))
+        halves = 2 if beside == 1 and x.numel() < FEW else 1
+        tall = min(TILE // halves // wide, triton.next_power_of_2(self.rows))
         self._blocks = triton.cdiv(self.channels, wide)
         self._tiles = triton.cdiv(self.rows, tall)
         self._most = READERS if beside == 1 else triton.cdiv(PROGRAMS, self._blocks * groups)
@@ -249,7 +253,7 @@ class _Sizes:
             "CHANNELS": wide,
             "INNER": beside,
             "LONG": x.numel() > 2**30,
-            "num_warps": WARPS,
+            "num_warps": WARPS // halves,
         }
         self.shares = self.split(SHARES)[0][0]
 
@@ -265,13 +269,21 @@ class _Sizes:
         return torch.empty(shape, dtype=torch.float32, device=x.device)
 
 
+def _launch(
+    kernel: Any, grid: tuple[int, ...], first: torch.Tensor, *args: Any, **settings: Any
+) -> None:
+    """On the GPU of the first tensor; in a prediction nothing runs."""
+    if not is_fake(first):
+        with torch.cuda.device_of(first):
+            kernel[grid](first, *args, **settings)
+
+
 def statistics(x: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Room for mean and reciprocal deviation, (groups, 2, channels), and sums to make them from."""
     sizes = _Sizes(x, groups)
     partial = sizes.room(x, sizes.shares)
     grid, settings = sizes.split(SHARES)
-    with torch.cuda.device_of(x):
-        _statistics_kernel[grid](x, partial, sizes.rows, sizes.channels, **settings)
+    _launch(_statistics_kernel, grid, x, partial, sizes.rows, sizes.channels, **settings)
     return sizes.room(x), partial
 
 
@@ -296,18 +308,19 @@ def normalise(
     grid, settings = sizes.split(READERS)
     first = partial is not None
     mean, var, counter = (found, found, found) if running is None else running
-    with torch.cuda.device_of(x):
-        _normalise_kernel[grid](
-            x, found, found if partial is None else partial, mean, var, counter, weight, bias, out,
-            sizes.rows, sizes.channels, sizes.shares, momentum, eps,
-            FIRST=first, RUNNING=first and sizes.groups == 1, RECTIFY=rectify, SHARES=SHARES,
-            **settings,
+    _launch(
+        _normalise_kernel, grid,
+        x, found, found if partial is None else partial, mean, var, counter, weight, bias, out,
+        sizes.rows, sizes.channels, sizes.shares, momentum, eps,
+        FIRST=first, RUNNING=first and sizes.groups == 1, RECTIFY=rectify, SHARES=SHARES,
+        **settings,
+    )  # fmt: skip
+    if first and sizes.groups > 1:
+        _launch(
+            _running_kernel, (triton.cdiv(sizes.channels, WIDE),),
+            found, mean, var, counter, sizes.rows, sizes.channels, momentum, eps,
+            GROUPS=sizes.groups, CHANNELS=WIDE,
         )  # fmt: skip
-        if first and sizes.groups > 1:
-            _running_kernel[(triton.cdiv(sizes.channels, WIDE),)](
-                found, mean, var, counter, sizes.rows, sizes.channels, momentum, eps,
-                GROUPS=sizes.groups, CHANNELS=WIDE,
-            )  # fmt: skip
     return out
 
 
@@ -323,16 +336,16 @@ def gradients(
     sizes = _Sizes(x, found.shape[0])
     partial = sizes.room(x, sizes.shares)
     grid, settings = sizes.split(SHARES)
-    with torch.cuda.device_of(x):
-        _sums_kernel[grid](
-            x, grad, found, weight, bias, partial, sizes.rows, sizes.channels,
-            RECTIFY=rectify, **settings,
-        )  # fmt: skip
+    _launch(
+        _sums_kernel, grid,
+        x, grad, found, weight, bias, partial, sizes.rows, sizes.channels,
+        RECTIFY=rectify, **settings,
+    )  # fmt: skip
     sums, out = sizes.room(x), torch.empty_like(x)
     grid, settings = sizes.split(READERS)
-    with torch.cuda.device_of(x):
-        _gradient_kernel[grid](
-            x, grad, found, weight, bias, partial, sums, out,
-            sizes.rows, sizes.channels, sizes.shares, RECTIFY=rectify, SHARES=SHARES, **settings,
-        )  # fmt: skip
+    _launch(
+        _gradient_kernel, grid,
+        x, grad, found, weight, bias, partial, sums, out,
+        sizes.rows, sizes.channels, sizes.shares, RECTIFY=rectify, SHARES=SHARES, **settings,
+    )  # fmt: skip
     return out, sums

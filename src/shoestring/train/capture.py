@@ -72,6 +72,8 @@ def capture_step(
                 _leave_gradients(step, trained)
             elif not passes:
                 _leave_gradients(step, trained)
+            if passes and step._setup.first_run_differs:
+                step._setup.run(data)
             if watch is not None:
                 watch(twin, recorder)
             with _only_new_garbage(), recorder:  # not following functions: techniques have hooks

@@ -119,7 +119,7 @@ def trained(*plan: Any, device: str = "cpu") -> tuple[nn.Module, dict[str, int]]
     draw = torch.Generator().manual_seed(1)
     for _ in range(3):
         batch = torch.randn(10, 3, 6, 6, generator=draw).to(device)
-        with torch.profiler.profile() as profile:
+        with torch.profiler.profile(acc_events=True) as profile:  # or it warns
             step(batch.half() if step.plan.precision is not None else batch)
     assert all(p.grad is None for p in model.parameters())
     return model, {event.key: event.count for event in profile.key_averages()}
