@@ -64,9 +64,10 @@ class Results:
 
     @property
     def varied(self) -> tuple[str, ...]:
-        """The settings that differ between rows, in the order of the file."""
+        """The settings that differ between rows, in the order of the file; not given is off."""
         names = dict.fromkeys(name for row in self.rows for name in row.settings)
-        return tuple(n for n in names if len({repr(r.settings.get(n)) for r in self.rows}) > 1)
+        found = {n: {repr(None if (v := r.settings.get(n)) is False else v) for r in self.rows} for n in names}
+        return tuple(n for n, values in found.items() if len(values) > 1)
 
     @property
     def front(self) -> tuple[int, ...]:

@@ -87,8 +87,8 @@ _TEX = {
 
 def shown(name: str, value: Any) -> str:
     """A quantity or setting as a table shows it."""
-    if value is None:
-        return "–"
+    if value is None or isinstance(value, bool):
+        return "yes" if value else "–"
     if name.endswith("_bytes"):
         return f"{value / 1e6:.2f}" if value < 1e7 else f"{value / 1e6:.1f}"
     if name.endswith("reduction"):
