@@ -71,6 +71,10 @@ _SPLIT, _ORDER = 1, 2
 """What a seed is used for, so that no two uses draw the same numbers."""
 
 
+def _allocated(device: torch.device) -> int:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
 def _generator(seed: int, *purpose: int) -> torch.Generator:
     """A stream on the CPU that depends on nothing but these numbers."""
     state = np.random.SeedSequence([seed, *purpose]).generate_state(1, np.uint64)
@@ -111,8 +115,11 @@ class Feed:
         self.streams = device.type != "cpu" and task.data_bytes > device_limit_bytes
         """Whether the data stays on the host."""
         home = torch.device("cpu") if self.streams else device
+        before = _allocated(home)
         self._images, self._labels = task.images.to(home), task.labels.to(home)
         self._held_out = task.held_out_images.to(home), task.held_out_labels.to(home)
+        self.resident_bytes = _allocated(home) - before
+        """Of the data set, on the device, the whole time: its blocks, which are larger than it."""
         self._dtype, self._last = dtype, channels_last
         self._format = torch.channels_last if channels_last else torch.contiguous_format
         deviation = torch.tensor(task.deviation, device=device).view(1, -1, 1, 1)
@@ -122,11 +129,6 @@ class Feed:
         self.in_place = in_place
         self._made: Batch | None = None
         self._epoch: int | None = None
-
-    @property
-    def resident_bytes(self) -> int:
-        """Of the data set, on the device, the whole time."""
-        return 0 if self.streams or self.device.type == "cpu" else self.task.data_bytes
 
     def _start(self, epoch: int) -> None:
         """Draw what an epoch needs: of each of its images which it is, and where the crop starts.
