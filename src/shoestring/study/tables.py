@@ -147,22 +147,23 @@ def main_table(results: Results) -> Table:
     for column, has in zip(columns, beside, strict=True):
         heads.append(study.score_label if column == "score" else HEADS.get(column, column))
         heads += ["the report"] if has else []
-    cells, fast = [], False
+    cells: list[tuple[str, ...]] = []
+    ways: dict[str, None] = {}
     for row, said in zip(results.rows, texts, strict=True):
         cell = [shown(n, row.settings.get(n)) for n in settings]
         for column, text, has in zip(columns, said, beside, strict=True):
             mine = with_interval(row.score) if column == "score" else None
             mark = " *" if column == "score" and row.trained and row.score.n else ""
-            fast = fast or bool(mark)
+            if mark:
+                ways[", ".join(f"{n} = {shown(n, v)}" for n, v in row.trained.items())] = None
             cell += [(mine or shown(column, row.quantities.get(column))) + mark]
             cell += [text] if has else []
         cells.append(tuple(cell))
     notes = (
         [f"Mean ± 1.96 standard errors of n runs ({study.score})."] if "score" in columns else []
     )
-    if fast:
-        which = next(row.trained for row in results.rows if row.trained)
-        how = ", ".join(f"{n} = {shown(n, v)}" for n, v in which.items())
+    if ways:
+        how = "; or ".join(ways)
         notes.append(f"* trained by a fast equivalent ({how}); memory is of the real setting.")
     if results.missing:
         notes.append(f"{results.missing} runs have not ended yet.")
