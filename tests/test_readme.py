@@ -142,6 +142,27 @@ def test_numbers_in_tables(
     assert f"{peak / 1e6:,.{digits}f}" == number
 
 
+def rows_under(text: str, heading: str) -> list[dict[str, list[str]]]:
+    """The rows of the first table below a heading: head → cells, a head may come twice."""
+    lines = text.partition(f"## {heading}\n")[2].splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith("| "))
+    table = [[c.strip() for c in line.strip("| ").split("|")] for line in lines[first:]]
+    heads, rows = table[0], table[2 : next(i for i, row in enumerate(table) if row == [""])]
+    return [
+        {h: [c for n, c in zip(heads, row, strict=True) if n == h] for h in heads} for row in rows
+    ]
+
+
+def test_the_accuracies_are_those_of_the_records() -> None:
+    """Every row is one of the generated table, which is made from the records."""
+    shown = rows_under(README.read_text(encoding="utf-8"), "What they cost in accuracy")
+    made = (ROOT / "results/cifar10/report/tables.md").read_text(encoding="utf-8")
+    known = rows_under(made, "WRN-28-2 on CIFAR-10, 200 epochs")
+    assert shown
+    for row in shown:
+        assert any(all(set(v) <= set(full[h]) for h, v in row.items()) for full in known), row
+
+
 def test_every_page_is_read() -> None:
     """The patterns above find what they are meant to find."""
     assert len(blocks(README, "python")) >= 2

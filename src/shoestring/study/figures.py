@@ -121,7 +121,8 @@ def _lines(make: Any, results: Results, figure: Figure) -> Any:
             for row in (results.rows[i] for i in results.front)
         )
         if points:
-            axes.step(*zip(*points, strict=True), where="post", color="0.6", lw=1, zorder=0)
+            best = {"color": "0.6", "lw": 1, "zorder": 0, "label": "Pareto-optimal"}
+            axes.step(*zip(*points, strict=True), where="post", **best)
     if figure.log_x:
         axes.set_xscale("log")
         axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
@@ -145,14 +146,6 @@ def _series(
         if x is not None and y is not None:
             interval = row.quantities.get("interval") if figure.y == "score" else None
             points.append((x, y, interval or 0.0))
-    points.sort()
-    if points:
-        xs, ys, errors = zip(*points, strict=True)
-        bars = errors if any(errors) else None
-        joined = "none" if figure.kind == "front" and not figure.series else "-"
-        axes.errorbar(
-            xs, ys, yerr=bars, label=name or None, capsize=2, ms=4.5, lw=1.2, ls=joined, **style
-        )
     others = []
     for row in rows:
         said = results.targets_of(row)
@@ -162,6 +155,13 @@ def _series(
         ):
             scaled = [v / 1e6 if n.endswith("_bytes") else v for n, v in given.items()]
             others.append((*scaled, said.get("interval", 0.0) if figure.y == "score" else 0.0))
+    points.sort()
+    if points:
+        xs, ys, errors = zip(*points, strict=True)
+        bars = errors if any(errors) else None
+        joined = "none" if figure.kind == "front" and not figure.series else "-"
+        label = name or ("here" if others else None)
+        axes.errorbar(xs, ys, yerr=bars, label=label, capsize=2, ms=4.5, lw=1.2, ls=joined, **style)
     others.sort()
     if others:
         xs, ys, errors = zip(*others, strict=True)

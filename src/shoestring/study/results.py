@@ -66,8 +66,12 @@ class Results:
     def varied(self) -> tuple[str, ...]:
         """The settings that differ between rows, in the order of the file; not given is off."""
         names = dict.fromkeys(name for row in self.rows for name in row.settings)
-        found = {n: {repr(None if (v := r.settings.get(n)) is False else v) for r in self.rows} for n in names}
-        return tuple(n for n, values in found.items() if len(values) > 1)
+
+        def differs(name: str) -> bool:
+            given = [row.settings.get(name) for row in self.rows]
+            return len({repr(None if value is False else value) for value in given}) > 1
+
+        return tuple(filter(differs, names))
 
     @property
     def front(self) -> tuple[int, ...]:
