@@ -1,13 +1,14 @@
 """Predicted for CUDA on a machine without one, beside what was measured on an H200."""
 
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from shoestring import Checkpointing, Microbatching, Plan, Precision, Sparsity
+from shoestring import Checkpointing, Microbatching, Plan, Precision, Sparsity, kernels
 from shoestring.models import builtin
 from shoestring.records.run import read
 from shoestring.tasks.token_batches import Shape, TextFeed
@@ -82,3 +83,17 @@ def test_with_workspaces_it_is_as_much_more(no_workspaces, monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:2:16:8")
     more = predicted("wrn-10-1", [*LEAN, Microbatching(10)]) - without
     assert more == 2 * (2 * 4096 + 8 * 16) * 1024
+
+
+def test_where_there_is_no_triton_it_is_the_same(no_workspaces, monkeypatch):
+    """The GPU that it is predicted for has it."""
+    parts = [Sparsity(0.3), *LEAN, Microbatching(10)]
+    here = predicted("wrn-10-1", parts)
+    monkeypatch.setattr(kernels, "has_triton", lambda: False)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    for name in [n for n in sys.modules if n.startswith("shoestring.") and n.endswith("kernels")]:
+        if name != kernels.__name__:
+            monkeypatch.delitem(sys.modules, name)
+    assert predicted("wrn-10-1", parts) == here
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert not kernels.expected()

@@ -11,38 +11,26 @@ Elsewhere (on the CPU, in FP64, in other layouts) BatchNorm stays PyTorch's, whi
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function
 
-from ..kernels import has_triton
-from ..trace.cuda import on_cuda
+from ..kernels import has_triton, in_prediction
 from ..trace.fakes import is_fake
+from . import batch_norm_tiles
 from .base import Setup
+from .batch_norm_tiles import Running, inner
 
 DEVICES = ("cuda",)
 """Where Triton's kernels run."""
 _CLASSES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _TYPES = (torch.float16, torch.bfloat16, torch.float32)
-_MOST_CHANNELS = 2**16 - 1  # programs on the second axis of a grid
-
-Running = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-def inner(x: torch.Tensor) -> int | None:
-    """Elements of one channel that lie beside each other; None where the kernels cannot go."""
-    if x.dim() < 2 or x.shape[1] > _MOST_CHANNELS:
-        return None
-    if x.is_contiguous():
-        return math.prod(x.shape[2:])
-    form = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
-    return 1 if form is not None and x.is_contiguous(memory_format=form) else None
 
 
 class Statistics(NamedTuple):
@@ -61,9 +49,7 @@ def statistics(x: torch.Tensor, running: Running, groups: int = 1) -> Statistics
     """The statistics of each group of examples, which the normalisation completes; no gradient."""
     if has_torch_function((x,)):
         return handle_torch_function(statistics, (x,), x, running, groups)
-    from . import batch_norm_kernels as kernels
-
-    return Statistics(*kernels.statistics(x.detach(), groups), running)
+    return Statistics(*batch_norm_tiles.statistics(x.detach(), groups), running)
 
 
 statistics.kept_for_second_pass = Statistics.known  # type: ignore[attr-defined]
@@ -111,22 +97,18 @@ class _Normalise(torch.autograd.Function):
         settings: Settings,
     ) -> torch.Tensor:
         """One pass over x."""
-        from . import batch_norm_kernels as kernels
-
         ctx.save_for_backward(x, weight, bias, batch.found)
         ctx.rectify = settings.rectify
-        return kernels.normalise(x, *batch, weight, bias, *settings)
+        return batch_norm_tiles.normalise(x, *batch, weight, bias, *settings)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """dx = w rstd (g - mean(g) - unit mean(g unit)), dw = sum(g unit), db = sum(g)."""
-        from . import batch_norm_kernels as kernels
-
         x, weight, bias, found = ctx.saved_tensors
         if grad.stride() != x.stride():
             grad = torch.empty_like(x).copy_(grad)
-        made, sums = kernels.gradients(x, grad, found, weight, bias, ctx.rectify)
+        made, sums = batch_norm_tiles.gradients(x, grad, found, weight, bias, ctx.rectify)
         along, level = sums[0] if len(sums) == 1 else sums.sum(0)
         return made, along.to(weight.dtype), level.to(bias.dtype), None, None
 
@@ -196,7 +178,7 @@ class _Fusion:
 
         What PyTorch refuses is left to it: one value a channel, or a shape that does not fit.
         """
-        if not (norm.training and _goes_there(x)):
+        if not (norm.training and type(x) in (torch.Tensor, FakeTensor) and _is_there(x)):
             return None
         if x.dtype not in _TYPES or inner(x) is None:
             return None
@@ -244,9 +226,9 @@ def _changed(module: nn.Module) -> bool:
     return bool(hooks) or "forward" in module.__dict__
 
 
-def _goes_there(x: torch.Tensor) -> bool:
-    """Whether it is a tensor that the kernels can read, or stands for one."""
-    return (type(x) is torch.Tensor and x.device.type in DEVICES) or (is_fake(x) and on_cuda(x))
+def _is_there(x: torch.Tensor) -> bool:
+    """Whether it lies where the kernels run, or stands for one that does."""
+    return in_prediction(x) if is_fake(x) else x.device.type in DEVICES and has_triton()
 
 
 def _fits(norm: Any) -> bool:
@@ -258,9 +240,7 @@ def lean_batch_norm(setup: Setup) -> None:
 
     The run it wraps is the first that looks at the graph: what defers functions goes around it.
     """
-    first = next(setup.model.parameters())
-    there = first.device.type in DEVICES or (is_fake(first) and on_cuda(first))
-    if not there or not has_triton():
+    if not _is_there(next(setup.model.parameters())):
         return
     fusion, plain = _Fusion(setup.model), setup.run
     if not fusion:

@@ -13,28 +13,8 @@ may be several groups of equal size, each with statistics of its own.
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
-
-from ..trace.fakes import is_fake
-from .batch_norm import Running, inner
-
-TILE = 4096
-"""Elements of a tile: the rows are as many as fit beside the channels."""
-FEW = 2**20
-"""Elements of a channels-last tensor below which tiles are half as large, for more programs."""
-WIDE = 128
-"""Channels of a tile at most."""
-SHARES = 64
-"""Programs at most over which a sum is split; each reader adds up as many."""
-READERS = 264
-"""Programs at most that read the shares."""
-PROGRAMS = 2112
-"""Programs at most over all channels where each has its own: they fill 132 processors twice."""
-WARPS = 8
 
 
 @triton.jit
@@ -66,7 +46,7 @@ def _total(partial, shares, c, inside, channels, SHARES: tl.constexpr):  # type:
 
 
 @triton.jit
-def _statistics_kernel(  # type: ignore[no-untyped-def]
+def statistics(  # type: ignore[no-untyped-def]
     x, partial, rows, channels,
     ROWS: tl.constexpr, CHANNELS: tl.constexpr, TILES: tl.constexpr, INNER: tl.constexpr,
     LONG: tl.constexpr,
@@ -92,7 +72,7 @@ def _statistics_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _normalise_kernel(  # type: ignore[no-untyped-def]
+def normalise(  # type: ignore[no-untyped-def]
     x, found, partial, running_mean, running_var, counter, weight, bias, out,
     rows, channels, shares, momentum, eps,
     FIRST: tl.constexpr, RUNNING: tl.constexpr, RECTIFY: tl.constexpr, ROWS: tl.constexpr,
@@ -138,7 +118,7 @@ def _normalise_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _running_kernel(  # type: ignore[no-untyped-def]
+def running(  # type: ignore[no-untyped-def]
     found, running_mean, running_var, counter, rows, channels, momentum, eps,
     GROUPS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
@@ -175,7 +155,7 @@ def _incoming(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _sums_kernel(  # type: ignore[no-untyped-def]
+def sums(  # type: ignore[no-untyped-def]
     x, grad, found, weight, bias, partial, rows, channels,
     RECTIFY: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, TILES: tl.constexpr,
     INNER: tl.constexpr, LONG: tl.constexpr,
@@ -204,7 +184,7 @@ def _sums_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _gradient_kernel(  # type: ignore[no-untyped-def]
+def gradient(  # type: ignore[no-untyped-def]
     x, grad, found, weight, bias, partial, sums, out, rows, channels, shares,
     RECTIFY: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, TILES: tl.constexpr,
     SHARES: tl.constexpr, INNER: tl.constexpr, LONG: tl.constexpr,
@@ -232,120 +212,3 @@ def _gradient_kernel(  # type: ignore[no-untyped-def]
         value = g - (level / rows)[None, :] - unit * (along / rows)[None, :]
         value *= (scale * rstd)[None, :]
         tl.store(out + place, value.to(out.dtype.element_ty), mask=there)
-
-
-class _Sizes:
-    """How each group of rows is cut into tiles, and these into programs."""
-
-    def __init__(self, x: torch.Tensor, groups: int) -> None:
-        beside = inner(x)
-        assert beside is not None
-        self.channels, self.groups = x.shape[1], groups
-        self.rows = x.numel() // (self.channels * groups)
-        wide = min(triton.next_power_of_2(self.channels), WIDE) if beside == 1 else 1
-        halves = 2 if beside == 1 and x.numel() < FEW else 1
-        tall = min(TILE // halves // wide, triton.next_power_of_2(self.rows))
-        self._blocks = triton.cdiv(self.channels, wide)
-        self._tiles = triton.cdiv(self.rows, tall)
-        self._most = READERS if beside == 1 else triton.cdiv(PROGRAMS, self._blocks * groups)
-        self._settings = {
-            "ROWS": tall,
-            "CHANNELS": wide,
-            "INNER": beside,
-            "LONG": x.numel() > 2**30,
-            "num_warps": WARPS // halves,
-        }
-        self.shares = self.split(SHARES)[0][0]
-
-    def split(self, limit: int) -> tuple[tuple[int, int, int], dict[str, Any]]:
-        """A grid of at most so many programs over the rows, and what they are made for."""
-        each = triton.cdiv(self._tiles, min(limit, self._most))
-        grid = triton.cdiv(self._tiles, each), self._blocks, self.groups
-        return grid, {**self._settings, "TILES": each}
-
-    def room(self, x: torch.Tensor, *each: int) -> torch.Tensor:
-        """For FP32 numbers of every group."""
-        shape = (self.groups, *each, 2, self.channels)
-        return torch.empty(shape, dtype=torch.float32, device=x.device)
-
-
-def _launch(
-    kernel: Any, grid: tuple[int, ...], first: torch.Tensor, *args: Any, **settings: Any
-) -> None:
-    """On the GPU of the first tensor; in a prediction nothing runs."""
-    if not is_fake(first):
-        with torch.cuda.device_of(first):
-            kernel[grid](first, *args, **settings)
-
-
-def statistics(x: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Room for mean and reciprocal deviation, (groups, 2, channels), and sums to make them from."""
-    sizes = _Sizes(x, groups)
-    partial = sizes.room(x, sizes.shares)
-    grid, settings = sizes.split(SHARES)
-    _launch(_statistics_kernel, grid, x, partial, sizes.rows, sizes.channels, **settings)
-    return sizes.room(x), partial
-
-
-def normalise(
-    x: torch.Tensor,
-    found: torch.Tensor,
-    partial: torch.Tensor | None,
-    running: Running | None,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    momentum: float,
-    eps: float,
-    rectify: bool,
-) -> torch.Tensor:
-    """(x - mean) / deviation * weight + bias, and its positive part.
-
-    With sums, it writes mean and reciprocal deviation to `found` and moves the running ones;
-    without them it reads `found`.
-    """
-    sizes = _Sizes(x, found.shape[0])
-    out = torch.empty_like(x)
-    grid, settings = sizes.split(READERS)
-    first = partial is not None
-    mean, var, counter = (found, found, found) if running is None else running
-    _launch(
-        _normalise_kernel, grid,
-        x, found, found if partial is None else partial, mean, var, counter, weight, bias, out,
-        sizes.rows, sizes.channels, sizes.shares, momentum, eps,
-        FIRST=first, RUNNING=first and sizes.groups == 1, RECTIFY=rectify, SHARES=SHARES,
-        **settings,
-    )  # fmt: skip
-    if first and sizes.groups > 1:
-        _launch(
-            _running_kernel, (triton.cdiv(sizes.channels, WIDE),),
-            found, mean, var, counter, sizes.rows, sizes.channels, momentum, eps,
-            GROUPS=sizes.groups, CHANNELS=WIDE,
-        )  # fmt: skip
-    return out
-
-
-def gradients(
-    x: torch.Tensor,
-    grad: torch.Tensor,
-    found: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    rectify: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradient of x, and those of weight and bias as (groups, 2, channels)."""
-    sizes = _Sizes(x, found.shape[0])
-    partial = sizes.room(x, sizes.shares)
-    grid, settings = sizes.split(SHARES)
-    _launch(
-        _sums_kernel, grid,
-        x, grad, found, weight, bias, partial, sizes.rows, sizes.channels,
-        RECTIFY=rectify, **settings,
-    )  # fmt: skip
-    sums, out = sizes.room(x), torch.empty_like(x)
-    grid, settings = sizes.split(READERS)
-    _launch(
-        _gradient_kernel, grid,
-        x, grad, found, weight, bias, partial, sums, out,
-        sizes.rows, sizes.channels, sizes.shares, RECTIFY=rectify, SHARES=SHARES, **settings,
-    )  # fmt: skip
-    return out, sums

@@ -18,7 +18,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from ...kernels import has_triton
+from ...kernels import expected
 from ...trace.cuda import is_dense, on_cuda
 from ...trace.fakes import is_fake, readable
 from .blocks import Block, Piece, Rows, block_elements, blocks, cut, gather
@@ -300,7 +300,7 @@ def kernels_know(optimizer: Optimizer) -> bool:
     return (
         type(optimizer) in (SGD, Adam, AdamW)
         and all(_is_usual(group) for group in optimizer.param_groups)
-        and has_triton()
+        and expected()
     )
 
 

@@ -10,16 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...kernels import has_triton
+from ...kernels import has_triton, in_prediction
 from . import index as plain
-
-
-def _triton_kernels() -> ModuleType | None:
-    if not has_triton():
-        return None
-    from . import kernels
-
-    return kernels
 
 
 def in_channels_last(tensor: torch.Tensor) -> bool:
@@ -78,12 +70,21 @@ class SparseTensor:
         return plain.decode(self.index, self.shape, self.nonzeros)
 
     def _kernels(self) -> ModuleType | None:
-        if not self.index.is_cuda or not plain.is_bitmask(self.index, self.shape):
+        there = self.index.is_cuda and not plain.is_fake(self.index) and has_triton()
+        if not there or not self._has_bits():
             return None
-        kernels = _triton_kernels()
-        if kernels is not None and self._starts is None and not plain.is_fake(self.index):
+        from . import kernels
+
+        if self._starts is None:
             self._starts = kernels.block_starts(self.index)
         return kernels
+
+    def _has_bits(self) -> bool:
+        return plain.is_bitmask(self.index, self.shape)
+
+    def _predicted(self, tensor: torch.Tensor) -> bool:
+        """Whether it stands for one that the kernels will go over."""
+        return plain.is_fake(tensor) and in_prediction(tensor) and self._has_bits()
 
     def dense(
         self,
@@ -96,19 +97,21 @@ class SparseTensor:
         On CUDA it lies as the tensor `beside` it, with which it goes into a convolution.
         """
         values = values.detach() if dtype is None else values.detach().to(dtype)
+        last = beside is not None and len(self.shape) == 4 and in_channels_last(beside)
+        if self._predicted(values):
+            form = torch.channels_last if last else torch.contiguous_format
+            kind = {"dtype": values.dtype, "device": values.device, "memory_format": form}
+            return torch.empty(self.shape, **kind)  # type: ignore[call-overload]
         kernels = self._kernels()
-        if kernels is not None and plain.is_fake(values):
-            return values.new_empty(self.shape)
         if kernels is not None:
-            last = beside is not None and len(self.shape) == 4 and in_channels_last(beside)
             return kernels.scatter(values, self.index, self._starts, self.shape, last)
         return plain.scatter(values, self.index, self.shape)
 
     def gather(self, dense: torch.Tensor) -> torch.Tensor:
         """What a dense tensor has at the nonzeros."""
-        kernels = self._kernels()
-        if kernels is not None and plain.is_fake(dense):
+        if self._predicted(dense):
             return dense.new_empty(self.nonzeros)
+        kernels = self._kernels()
         if kernels is not None:
             last = in_channels_last(dense)
             return kernels.gather(dense, self.index, self._starts, self.nonzeros, last)
