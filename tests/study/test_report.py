@@ -149,7 +149,8 @@ def test_a_study_that_has_not_begun_is_reported(tmp_path):
     spec = Path(__file__).parents[2] / "studies" / "cifar10.toml"
     (tmp_path / "study.toml").write_bytes(spec.read_bytes())
     made = report(tmp_path)
-    assert "22 runs have not ended yet" in made.text
+    assert made.results.missing > len(made.results.rows)
+    assert f"{made.results.missing} runs have not ended yet" in made.text
     assert (tmp_path / "report" / "cifar10.png").exists()
     search = "[[search]]\nover = {lr = [0.1, 0.2]}\n"
     (tmp_path / "study.toml").write_text(spec.read_text() + search)
