@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from shoestring.memory.calibrate import _measured, learn_convolutions
-from shoestring.memory.convolutions import convolutions
+from shoestring.memory.convolutions import convolution, convolutions
 from shoestring.memory.cudnn import (
     DROPOUT_STATE_BYTES,
     KINDS,
@@ -16,6 +16,7 @@ from shoestring.memory.cudnn import (
     recurrent_bytes,
 )
 from shoestring.memory.device import device_timeline
+from shoestring.memory.operands import Operands
 from shoestring.memory.reductions import reduction_bytes
 from shoestring.memory.workspaces import (
     CUBLAS_BYTES,
@@ -213,6 +214,19 @@ def test_convolutions_of_a_trace_are_listed_once_for_each_operator():
     images = torch.randn(2, 3, 6, 6).contiguous(memory_format=torch.channels_last)
     last = list(convolutions(_trace(model.to(memory_format=torch.channels_last), images)))
     assert len(last) == 5 and all(shape.channels_last for shape, _, _ in last)
+
+
+def test_a_layout_is_that_of_either_operand_and_extents_of_one_have_none():
+    """The weights of a channels-last model decide; those of 1 × 1 lie both ways."""
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 1)).to(
+        memory_format=torch.channels_last
+    )
+    trace = _trace(model, torch.randn(2, 3, 6, 6))
+    first, second = (op for op in trace.ops if op.name == "aten.convolution")
+    for op, copied in ((first, (2 * 3 * 6 * 6 * 4,)), (second, ())):
+        (found,) = convolution(Operands(op), TABLE)
+        assert found.nbytes[:-1] == copied
+    assert all(shape.channels_last for shape, _, _ in convolutions(trace))
 
 
 def test_what_is_measured_here_goes_before_the_table():

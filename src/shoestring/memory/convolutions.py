@@ -34,13 +34,18 @@ def _shape_of_convolution(
 
 
 def _channels_last(view: Operands) -> bool:
-    dims = len(view.inputs["input"].shape)
-    return dims > 2 and view.order("input") == (0, *range(2, dims), 1)
+    """One of the two is enough: the other is copied."""
+    last = _channels_last_order(len(view.inputs["input"].shape))
+    return any(view.lies(name, last) and not view.lies(name) for name in ("input", "weight"))
+
+
+def _channels_last_order(dims: int) -> tuple[int, ...]:
+    return (0, *range(2, dims), 1)
 
 
 def _order(shape: ConvolutionShape) -> tuple[int, ...] | None:
     """Of the dimensions in memory, where it is not theirs."""
-    return (0, *range(2, len(shape.input)), 1) if shape.channels_last else None
+    return _channels_last_order(len(shape.input)) if shape.channels_last else None
 
 
 def convolution(view: Operands, table: ConvolutionTable) -> Iterator[Temporary]:

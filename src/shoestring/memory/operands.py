@@ -45,13 +45,16 @@ class Operands:
 
     def copied(self, *names: str, wanted: tuple[int, ...] | None = None) -> tuple[int, ...]:
         """Copies of those arguments that do not lie in memory as a kernel wants them."""
-        found = []
-        for name in names:
-            if name in self.inputs:
-                dims = len(self.inputs[name].shape)
-                if self.order(name) != (wanted or tuple(range(dims))):
-                    found.append(self.nbytes(name))
-        return tuple(found)
+        there = [name for name in names if name in self.inputs]
+        return tuple(self.nbytes(name) for name in there if not self.lies(name, wanted))
+
+    def lies(self, name: str, wanted: tuple[int, ...] | None = None) -> bool:
+        """Whether the argument has this order, or that of its shape; an extent of one has none."""
+        shape, order = self.inputs[name].shape, self.order(name)
+        if len(order) != len(shape):
+            return False
+        wanted = wanted or tuple(range(len(shape)))
+        return [d for d in order if shape[d] != 1] == [d for d in wanted if shape[d] != 1]
 
     def reduced(self, name: str, dims: Iterable[int] | None, width: int = 4) -> tuple[int, ...]:
         """Scratch of a reduction of an argument as it lies in memory."""
