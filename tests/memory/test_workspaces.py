@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from shoestring.memory.calibrate import _measured, learn_convolutions
-from shoestring.memory.convolutions import convolution, convolutions
+from shoestring.memory.convolutions import _channels_last, convolution, convolutions
 from shoestring.memory.cudnn import (
     DROPOUT_STATE_BYTES,
     KINDS,
@@ -216,17 +216,44 @@ def test_convolutions_of_a_trace_are_listed_once_for_each_operator():
     assert len(last) == 5 and all(shape.channels_last for shape, _, _ in last)
 
 
-def test_a_layout_is_that_of_either_operand_and_extents_of_one_have_none():
-    """The weights of a channels-last model decide; those of 1 × 1 lie both ways."""
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 1)).to(
-        memory_format=torch.channels_last
-    )
-    trace = _trace(model, torch.randn(2, 3, 6, 6))
-    first, second = (op for op in trace.ops if op.name == "aten.convolution")
-    for op, copied in ((first, (2 * 3 * 6 * 6 * 4,)), (second, ())):
+def _convolutions_of(model, *shape, dtype=torch.float32, **layout):
+    """(channels-last, bytes of copies) of each convolution forward."""
+    batch = torch.randn(shape, dtype=dtype).to(**layout)
+    ops = [op for op in _trace(model, batch).ops if op.name == "aten.convolution"]
+    for op in ops:
         (found,) = convolution(Operands(op), TABLE)
-        assert found.nbytes[:-1] == copied
-    assert all(shape.channels_last for shape, _, _ in convolutions(trace))
+        yield _channels_last(Operands(op)), found.nbytes[:-1]
+
+
+def test_a_layout_is_that_of_either_operand():
+    """As `cudnn_conv_suggest_memory_format` has it: by the strides, also of extents of one."""
+    last = {"memory_format": torch.channels_last}
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 1)).to(**last)
+    copied = 2 * 3 * 6 * 6 * 4
+    assert list(_convolutions_of(model, 2, 3, 6, 6)) == [(True, (copied,)), (True, ())]
+    assert list(_convolutions_of(model, 2, 3, 6, 6, **last)) == [(True, ()), (True, ())]
+    one = nn.Conv2d(1, 8, 3)
+    assert list(_convolutions_of(one, 2, 1, 6, 6)) == [(False, ())]
+    assert list(_convolutions_of(one, 2, 1, 6, 6, **last)) == [(True, ())]
+    small = nn.Conv2d(8, 4, 1).to(**last)
+    assert list(_convolutions_of(small, 2, 8, 6, 6)) == [(True, (2 * 8 * 6 * 6 * 4,))]
+
+
+def test_no_channels_last_in_one_dimension_nor_in_double_precision():
+    class Transposed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Conv1d(4, 8, 3)
+
+        def forward(self, x):
+            return self.inner(x.transpose(1, 2))
+
+    assert list(_convolutions_of(Transposed(), 2, 10, 4)) == [(False, (2 * 10 * 4 * 4,))]
+    double = nn.Conv2d(3, 8, 3).double()
+    found = _convolutions_of(
+        double, 2, 3, 6, 6, dtype=torch.float64, memory_format=torch.channels_last
+    )
+    assert list(found) == [(False, (2 * 3 * 6 * 6 * 8,))]
 
 
 def test_what_is_measured_here_goes_before_the_table():

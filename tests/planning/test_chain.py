@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
 
@@ -107,6 +108,18 @@ def test_a_front_falls_in_cost_as_memory_grows() -> None:
     for point in points[::20]:
         found = solve(chain, point.peak_bytes)
         assert found is not None and found.cost <= point.cost * 1.002
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_tail_that_needs_less_than_is_kept_hides_no_schedule(seed: int) -> None:
+    chain = random_instance(seed, most_blocks=4).chain
+    option = chain.tail.options["keep"]
+    option = replace(option, kept_bytes=1, forward_bytes=-20, backward_bytes=-25)
+    light = replace(chain, tail=replace(chain.tail, options={"keep": option}))
+    assert len(front(light)) > 1
+    for schedule in front(chain):
+        found = solve(light, schedule.peak_bytes)
+        assert found is not None and found.peak_bytes <= schedule.peak_bytes
 
 
 def test_slots_do_not_hide_small_blocks() -> None:

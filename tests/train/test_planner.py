@@ -18,6 +18,7 @@ from shoestring.planning.cost import NOMINAL, costs_of
 from shoestring.planning.result import LOSSLESS, NEAR, format_seconds
 from shoestring.planning.settings import Setting
 from shoestring.planning.stages import Work
+from shoestring.trace.graph import Phase
 from shoestring.train import estimates
 from shoestring.train.capture import capture_step
 from shoestring.train.planner import Planner
@@ -159,6 +160,43 @@ def test_plans_for_a_device_that_is_not_there(name: str) -> None:
     assert plan.predicted.device == "cuda" and plan.predicted.peak_bytes < plain
     chain = planner.estimates._chain
     assert all(o.kept_bytes <= o.forward_bytes for s in chain.blocks for o in s.options.values())
+
+
+class Growing(nn.Module):
+    """Most of what the step keeps is in the last blocks, BatchNorm's input and output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Upsample(scale_factor=2), nn.Conv2d(8, 8, 3, padding=1))
+        self.norm, self.relu = nn.BatchNorm2d(8), nn.ReLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.relu(self.norm(self.body(x)))
+        return out
+
+
+def test_without_a_plan_there_are_no_kernels_of_our_own() -> None:
+    """They run under a plan, and are in its prediction and in its work; not in the plain step's."""
+    model, batch = nn.Sequential(*(Growing() for _ in range(5))), torch.randn(4, 8, 4, 4)
+    given: dict[str, Any] = {"loss": lambda m, b: m(b).mean(), "optimizer": sgd(model)}
+    planner = Planner(model, batch, **given, device="cuda", allow="lossless")
+    plain = predict_step([], model, batch, **given, device="cuda").peak_bytes
+    assert planner.estimates.plain.peak_bytes == pytest.approx(plain, rel=1e-3)
+    room = 1 - planner.margin
+    for share in (0.99, 0.96, 0.9):
+        found = planner.plan(int(share * plain / room))
+        assert found.plan.checkpointing is not None
+        step = predict_step(found.plan, model, batch, **given, device="cuda")
+        assert step.peak_bytes == pytest.approx(found.predicted.peak_bytes, rel=1e-3)
+        assert step.peak_bytes <= share * plain
+    trace = capture_step(found.plan, model, batch, **given, device="cuda")
+    kernels = [op for op in trace.ops if op.name.startswith("shoestring.")]
+    (again,) = {op.name for op in kernels if op.phase is Phase.RECOMPUTE} or {""}
+    assert again in ("", "shoestring.bn_normalise")
+    size = {op.name: estimates.work_of(op) for op in kernels if op.phase is not Phase.RECOMPUTE}
+    assert {work.launches for work in size.values()} == {1}
+    assert size["shoestring.bn_gradient"].bytes_moved > size["shoestring.bn_sums"].bytes_moved
+    assert estimates.work_of(next(op for op in trace.ops if op.name == "aten.empty")) == Work()
 
 
 def test_batches_that_cannot_be_cut_are_not() -> None:

@@ -7,11 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shoestring import Checkpointing, Microbatching, Plan, Precision, Sparsity, kernels
 from shoestring.models import builtin
 from shoestring.records.run import read
 from shoestring.tasks.token_batches import Shape, TextFeed
+from shoestring.trace.cuda import CudaKernels
 from shoestring.train.predict import predict_step
 from shoestring.train.settings import build_model
 
@@ -46,6 +48,17 @@ def test_a_run_in_fp16(no_workspaces):
     (folder,) = (ROOT / "results/cifar10/runs").glob("wrn-28-2-pool-test-seed0-95fabc91f0")
     measured = read(folder)[-1]["measured_peak_bytes"]
     assert predicted("wrn-28-2-pool", [Precision("fp16")]) == pytest.approx(measured, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("name", "density", "size"), [("4ea2e4841d", 0.2, 10), ("6ba855c84a", 0.2, 10)]
+)
+def test_a_run_with_simulated_microbatches(no_workspaces, name, density, size):
+    """The whole minibatch is there at once."""
+    (folder,) = (ROOT / "results/cifar10/runs").glob(f"*-{name}")
+    parts = [Sparsity(density), Precision("fp16"), Microbatching(size, simulated=True)]
+    measured = read(folder)[-1]["measured_peak_bytes"]
+    assert predicted("wrn-28-2-pool", parts) == pytest.approx(measured, rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -97,3 +110,12 @@ def test_where_there_is_no_triton_it_is_the_same(no_workspaces, monkeypatch):
     assert predicted("wrn-10-1", parts) == here
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert not kernels.expected()
+
+
+def test_other_fake_tensors_are_no_prediction():
+    """Whoever traces a model for CUDA gets the functions, not the room for their results."""
+    with FakeTensorMode():
+        fake = torch.empty(2, device="cuda")
+    assert not kernels.in_prediction(fake)
+    with CudaKernels():
+        assert kernels.in_prediction(fake) and not kernels.in_prediction(torch.empty(2))

@@ -37,7 +37,7 @@ def _measured(shape: ConvolutionShape, kind: str, dtype: torch.dtype) -> int:
     )
     if shape.channels_last:
         form = torch.channels_last if len(shape.input) == 4 else torch.channels_last_3d
-        x, weight, grad = (t.contiguous(memory_format=form) for t in (x, weight, grad))
+        x, weight, grad = (t.to(memory_format=form) for t in (x, weight, grad))
     spatial = len(shape.input) - 2
     settings = (
         shape.stride, shape.padding, shape.dilation, shape.transposed,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ..trace.graph import TensorSpec, Trace
+from ..trace.graph import TensorSpec, Trace, channels_last_order
 from .cudnn import ConvolutionShape, ConvolutionTable, RecurrentShape, recurrent_bytes
 from .operands import Operands, Temporary, nbytes_of
 
@@ -34,18 +34,17 @@ def _shape_of_convolution(
 
 
 def _channels_last(view: Operands) -> bool:
-    """One of the two is enough: the other is copied."""
-    last = _channels_last_order(len(view.inputs["input"].shape))
-    return any(view.lies(name, last) and not view.lies(name) for name in ("input", "weight"))
-
-
-def _channels_last_order(dims: int) -> tuple[int, ...]:
-    return (0, *range(2, dims), 1)
+    """One of the two is enough, the other is copied; not in one dimension, nor in FP64."""
+    input = view.inputs["input"]
+    dims = len(input.shape)
+    if dims < 4 or input.dtype is torch.float64:
+        return False
+    return channels_last_order(dims) in (view.order("input"), view.order("weight"))
 
 
 def _order(shape: ConvolutionShape) -> tuple[int, ...] | None:
     """Of the dimensions in memory, where it is not theirs."""
-    return _channels_last_order(len(shape.input)) if shape.channels_last else None
+    return channels_last_order(len(shape.input)) if shape.channels_last else None
 
 
 def convolution(view: Operands, table: ConvolutionTable) -> Iterator[Temporary]:

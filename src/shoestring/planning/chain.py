@@ -203,10 +203,13 @@ class _Table:
                     self.after[t, s, self.held[s - 1] :] = row[: size - self.held[s - 1]]
 
     def _of(self, leaf: _Leaf, s: int, t: int) -> tuple[int, float, int]:
-        """Slots a leaf at s needs when the part ends at t, its cost, and the slots it keeps."""
+        """Slots a leaf at s needs when the part ends at t, its cost, and the slots it keeps.
+
+        At least those it keeps, and none at least: a stage may free what was kept before it.
+        """
         if s == t < self.end:
-            return leaf.again + self.later[s + 1], leaf.again_cost, 0
-        need = max(leaf.forward + self.waiting[t], leaf.backward + self.later[s + 1])
+            return max(leaf.again + self.later[s + 1], 0), leaf.again_cost, 0
+        need = max(leaf.forward + self.waiting[t], leaf.backward + self.later[s + 1], leaf.kept)
         return need, leaf.cost, leaf.kept
 
     def _passes(self, s: int, t: int, last: int) -> tuple[np.ndarray, np.ndarray]:

@@ -197,7 +197,8 @@ def _row(study: Study, point: Values, chosen: Values) -> RowJobs:
     trained = {**given, **{name: v for name, v in chosen.items() if name not in given}}
     real = point.get("stands_for", {})
     counted = {**trained, **real}
-    shown = {**counted, **point.get("labels", {})}
+    off = {name for name, value in real.items() if value is False}  # as if it were not given
+    shown = {n: v for n, v in counted.items() if n not in off} | point.get("labels", {})
     if study.kind == "profile":
         return RowJobs(shown, {}, (), Job("profile", counted), None)
     memory = {n: v for n, v in counted.items() if n not in ("seed", "lr", "epochs", "eval_every")}

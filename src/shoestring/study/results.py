@@ -64,14 +64,9 @@ class Results:
 
     @property
     def varied(self) -> tuple[str, ...]:
-        """The settings that differ between rows, in the order of the file; not given is off."""
+        """The settings that differ between rows, in the order of the file."""
         names = dict.fromkeys(name for row in self.rows for name in row.settings)
-
-        def differs(name: str) -> bool:
-            given = [row.settings.get(name) for row in self.rows]
-            return len({repr(None if value is False else value) for value in given}) > 1
-
-        return tuple(filter(differs, names))
+        return tuple(n for n in names if len({repr(r.settings.get(n)) for r in self.rows}) > 1)
 
     @property
     def front(self) -> tuple[int, ...]:

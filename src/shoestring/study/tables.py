@@ -87,8 +87,10 @@ _TEX = {
 
 def shown(name: str, value: Any) -> str:
     """A quantity or setting as a table shows it."""
-    if value is None or isinstance(value, bool):
-        return "yes" if value else "–"
+    if value is None:
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     if name.endswith("_bytes"):
         return f"{value / 1e6:.2f}" if value < 1e7 else f"{value / 1e6:.1f}"
     if name.endswith("reduction"):
@@ -148,23 +150,17 @@ def main_table(results: Results) -> Table:
         heads.append(study.score_label if column == "score" else HEADS.get(column, column))
         heads += ["the report"] if has else []
     cells: list[tuple[str, ...]] = []
-    ways: dict[str, None] = {}
     for row, said in zip(results.rows, texts, strict=True):
         cell = [shown(n, row.settings.get(n)) for n in settings]
         for column, text, has in zip(columns, said, beside, strict=True):
-            mine = with_interval(row.score) if column == "score" else None
-            mark = " *" if column == "score" and row.trained and row.score.n else ""
-            if mark:
-                ways[", ".join(f"{n} = {shown(n, v)}" for n, v in row.trained.items())] = None
-            cell += [(mine or shown(column, row.quantities.get(column))) + mark]
+            value = row.quantities.get(column)
+            cell += [_score(row) if column == "score" else shown(column, value)]
             cell += [text] if has else []
         cells.append(tuple(cell))
     notes = (
         [f"Mean ± 1.96 standard errors of n runs ({study.score})."] if "score" in columns else []
     )
-    if ways:
-        how = "; or ".join(ways)
-        notes.append(f"* trained by a fast equivalent ({how}); memory is of the real setting.")
+    notes += _marked(results.rows) if "score" in columns else []
     if results.missing:
         notes.append(f"{results.missing} runs have not ended yet.")
     if results.failed:
@@ -185,12 +181,28 @@ def front_table(results: Results) -> Table | None:
         (
             *(shown(n, row.settings.get(n)) for n in settings),
             shown("counted_bytes", row.quantities["counted_bytes"]),
-            with_interval(row.score),
+            _score(row),
         )
         for row in rows
     )
-    sources = tuple(map(results.runs_of, rows))
-    return Table("front", "Pareto-optimal settings", heads, cells, sources)
+    sources, notes = tuple(map(results.runs_of, rows)), tuple(_marked(rows))
+    return Table("front", "Pareto-optimal settings", heads, cells, sources, notes)
+
+
+def _score(row: Row) -> str:
+    return with_interval(row.score) + " *" * bool(row.trained and row.score.n)
+
+
+def _marked(rows: Sequence[Row]) -> list[str]:
+    """What the mark behind a score means, if one has it."""
+    ways = dict.fromkeys(
+        ", ".join(f"{n} = {shown(n, v)}" for n, v in row.trained.items())
+        for row in rows
+        if row.trained and row.score.n
+    )
+    how = "; or ".join(ways)
+    said = f"* trained by a fast equivalent ({how}); memory is of the real setting."
+    return [said] if ways else []
 
 
 def family_table(results: Results, label: str = "family") -> Table | None:

@@ -228,7 +228,9 @@ def _changed(module: nn.Module) -> bool:
 
 def _is_there(x: torch.Tensor) -> bool:
     """Whether it lies where the kernels run, or stands for one that does."""
-    return in_prediction(x) if is_fake(x) else x.device.type in DEVICES and has_triton()
+    if is_fake(x):
+        return in_prediction(x)
+    return x.device.type in DEVICES and has_triton()
 
 
 def _fits(norm: Any) -> bool:

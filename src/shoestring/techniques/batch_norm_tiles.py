@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from ..kernels import launched
 from ..trace.fakes import is_fake
 
 TILE = 4096
@@ -82,15 +84,17 @@ class _Sizes:
 
 
 def _launch(
-    kernel: str, grid: tuple[int, ...], first: torch.Tensor, *args: Any, **settings: Any
+    kernel: str, grid: tuple[int, ...], made: Sequence[torch.Tensor], *args: Any, **settings: Any
 ) -> None:
-    """On the GPU of the first tensor; in a prediction nothing runs, with or without Triton."""
-    if is_fake(first):
+    """Run a kernel on the GPU of what it makes; in a prediction none runs, Triton or not."""
+    if is_fake(made[0]):
+        read = [a for a in args if isinstance(a, torch.Tensor) and all(a is not m for m in made)]
+        launched(f"bn_{kernel}", read, made)
         return
     from . import batch_norm_kernels
 
-    with torch.cuda.device_of(first):
-        getattr(batch_norm_kernels, kernel)[grid](first, *args, **settings)
+    with torch.cuda.device_of(made[0]):
+        getattr(batch_norm_kernels, kernel)[grid](*args, **settings)
 
 
 def statistics(x: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -98,7 +102,7 @@ def statistics(x: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tensor
     sizes = _Sizes(x, groups)
     partial = sizes.room(x, sizes.shares)
     grid, settings = sizes.split(SHARES)
-    _launch("statistics", grid, x, partial, sizes.rows, sizes.channels, **settings)
+    _launch("statistics", grid, [partial], x, partial, sizes.rows, sizes.channels, **settings)
     return sizes.room(x), partial
 
 
@@ -124,7 +128,7 @@ def normalise(
     first = partial is not None
     mean, var, counter = (found, found, found) if running is None else running
     _launch(
-        "normalise", grid,
+        "normalise", grid, [out],
         x, found, found if partial is None else partial, mean, var, counter, weight, bias, out,
         sizes.rows, sizes.channels, sizes.shares, momentum, eps,
         FIRST=first, RUNNING=first and sizes.groups == 1, RECTIFY=rectify, SHARES=SHARES,
@@ -132,7 +136,7 @@ def normalise(
     )  # fmt: skip
     if first and sizes.groups > 1:
         _launch(
-            "running", (_parts(sizes.channels, WIDE),),
+            "running", (_parts(sizes.channels, WIDE),), [mean, var],
             found, mean, var, counter, sizes.rows, sizes.channels, momentum, eps,
             GROUPS=sizes.groups, CHANNELS=WIDE,
         )  # fmt: skip
@@ -152,14 +156,14 @@ def gradients(
     partial = sizes.room(x, sizes.shares)
     grid, settings = sizes.split(SHARES)
     _launch(
-        "sums", grid,
+        "sums", grid, [partial],
         x, grad, found, weight, bias, partial, sizes.rows, sizes.channels,
         RECTIFY=rectify, **settings,
     )  # fmt: skip
     sums, out = sizes.room(x), torch.empty_like(x)
     grid, settings = sizes.split(READERS)
     _launch(
-        "gradient", grid,
+        "gradient", grid, [out, sums],
         x, grad, found, weight, bias, partial, sums, out,
         sizes.rows, sizes.channels, sizes.shares, RECTIFY=rectify, SHARES=SHARES, **settings,
     )  # fmt: skip

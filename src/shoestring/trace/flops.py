@@ -18,7 +18,7 @@ _COPIES = frozenset(
     "clone copy_ _to_copy empty empty_like empty_strided new_empty new_empty_strided zeros "
     "zeros_like new_zeros ones ones_like full full_like fill_ zero_ arange detach cat stack "
     "constant_pad_nd index_select embedding gather native_dropout bernoulli_ repeat slice_backward "
-    "select_backward embedding_dense_backward".split()
+    "select_backward embedding_dense_backward sparse_scatter sparse_gather".split()
 )
 
 # Operations per element of the largest tensor, counted from the formula of each.
@@ -30,6 +30,10 @@ _PER_ELEMENT = {
     "native_group_norm": 7,
     "native_batch_norm_backward": 9,
     "cudnn_batch_norm_backward": 9,
+    "bn_statistics": 3,
+    "bn_normalise": 4,
+    "bn_sums": 4,
+    "bn_gradient": 5,
     "native_layer_norm_backward": 11,
     "native_group_norm_backward": 11,
     "_softmax": 4,

@@ -176,3 +176,8 @@ class Trace:
 
     def _flops(self, phase: Phase) -> int:
         return sum(op.flops for op in self.ops if op.phase is phase)
+
+
+def channels_last_order(dims: int) -> tuple[int, ...]:
+    """The order of dimensions in memory by which a pixel's channels lie beside each other."""
+    return (0, *range(2, dims), 1)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.module import (
     register_module_forward_hook,
@@ -23,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from .flops import flops_of
-from .graph import Op, Phase, TensorSpec
+from .graph import Op, Phase, TensorSpec, channels_last_order
 from .losses import is_whole, with_whole_storage
 from .onednn import with_workspace
 
@@ -377,6 +378,9 @@ def _strided(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[str, tuple[int
         given = args[position] if position < len(args) else kwargs.get(argument.name)
         if isinstance(given, torch.Tensor) and not given.is_contiguous():
             yield argument.name, _memory_order(given)
+        elif isinstance(given, torch.Tensor) and "convolution" in func._opname:
+            if suggest_memory_format(given) is not torch.contiguous_format:  # an extent is one
+                yield argument.name, channels_last_order(given.dim())
 
 
 def _memory_order(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -65,7 +65,8 @@ def capture_step(
         with named_failures(recorder), mode, outside, kernels:
             step = apply(Plan.of(plan.techniques), twin, updates, loss=loss)
             micro = plan.microbatching
-            size = None if micro is None else micro.examples_at_once(data)
+            true = micro if micro is not None and not micro.simulated else None
+            size = None if true is None else true.examples_at_once(data)
             examples = examples_of(data) if size is not None else None
             if size is not None and examples is not None and size < examples:
                 data = cut(data, 0, size)

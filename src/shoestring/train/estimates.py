@@ -83,6 +83,14 @@ class DeviceEstimates:
                 raise
             self._chain = None  # no repeated blocks
         assert self._trace is not None
+        self._kept_passes: Work = _passes(self._trace)
+        """Of blocks that are wrapped and keep everything."""
+        self._wrapped_differs: bool = any(
+            op.name.startswith("shoestring.") for op in self._trace.ops
+        )
+        """They have kernels of our own, which the step without a plan has not."""
+        if self._wrapped_differs:
+            self._trace = capture_step(Plan(), model, optimizer=None, **self._step)
         self._trained: dict[str, int] = {
             p.name: p.numel * p.dtype.itemsize for p in self._trace.parameters if p.has_gradient
         }
@@ -183,7 +191,7 @@ class DeviceEstimates:
 
     def least_seconds(self, setting: Setting) -> float:
         """Nothing runs again."""
-        return self._seconds(setting, self._passes)
+        return min(self._seconds(setting, w) for w in (self._passes, self._kept_passes))
 
     def least_bytes(self, setting: Setting) -> int:
         """What no schedule changes, and the largest block alone."""
@@ -237,12 +245,13 @@ class DeviceEstimates:
     def _candidate(self, setting: Setting, schedule: Schedule) -> Candidate:
         assert self._chain is not None
         by, again = self._scales(setting), schedule.again
-        whole = self._passes + again.times(1 / by.flops, 1 / by.flops)
         paths = tuple(stage.name for stage in self._chain.blocks)
-        kept = all(item == "keep" for item in schedule.items)
+        differs = self._wrapped_differs and setting.precision is None  # 16 bits have them anyway
+        plain = all(item == "keep" for item in schedule.items) and not differs
+        whole = self._kept_passes + again.times(1 / by.flops, 1 / by.flops)
         return Candidate(
             setting,
-            None if kept else Checkpointing.of(schedule.items, paths),
+            None if plain else Checkpointing.of(schedule.items, paths),
             schedule.peak_bytes,
             self._seconds(setting, whole),
             int(whole.flops),

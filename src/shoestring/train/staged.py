@@ -23,6 +23,8 @@ _RESIDENT = (
     Role.MODEL, Role.BUFFER, Role.INPUT, Role.OPTIMIZER_STATE, Role.GRADIENT, Role.WORKSPACE,
 )  # fmt: skip
 _ALLOCATION_BYTES = {"cpu": 1, "cuda": 512}
+_ALLOCATIONS = {f"aten.{name}" for name in ("empty", "empty_like", "empty_strided", "new_empty")}
+"""No kernel runs for them, and nothing is read or written."""
 
 
 @dataclass
@@ -116,7 +118,8 @@ class StagedRun:
         unit = _ALLOCATION_BYTES[self.trace.device]
         self.kept = [0] * len(self.forward)
         self.gradients = [0] * len(self.forward)
-        boundary = {s: b + 1 for b, held in self.watch.outputs.items() for s in held}
+        last = len(self.forward) - 3  # what follows the last block is in no region that keeps it
+        boundary = {s for b, held in self.watch.outputs.items() if b != last for s in held}
         for storage in self.trace.storages:
             if storage.birth < 0 or not storage.nbytes:
                 continue
@@ -154,20 +157,9 @@ class StagedRun:
         total = Work()
         for index in ops:
             op = self.trace.ops[index]
-            if op.phase is phase and not op.is_view and not self._joins_relu(index):
+            if op.phase is phase and not op.is_view:
                 total += work_of(op)
         return total
-
-    def _joins_relu(self, index: int) -> bool:
-        """Whether it is a BatchNorm that is made again with its ReLU, in one kernel."""
-        ops = self.trace.ops
-        return (
-            self.trace.device == "cuda"
-            and ops[index].phase is Phase.BACKWARD
-            and "batch_norm" in ops[index].name
-            and index + 1 < len(ops)
-            and ops[index + 1].name == "aten.relu"
-        )
 
     def joins(self, block: int) -> bool:
         """Only the next block reads this one's output, and nothing runs between the two."""
@@ -197,6 +189,8 @@ def _where(parts: list[range], index: int) -> int:
 
 def work_of(op: Op) -> Work:
     """What one operation takes; BatchNorm reads its input twice, once for the statistics."""
+    if op.name in _ALLOCATIONS:
+        return Work()
     specs = [spec for _, spec in op.inputs] + list(op.outputs)
     if "batch_norm" in op.name:
         specs.append(specs[0])

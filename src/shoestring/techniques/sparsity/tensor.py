@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...kernels import has_triton, in_prediction
+from ...kernels import has_triton, in_prediction, launched
 from . import index as plain
 
 
@@ -84,7 +84,7 @@ class SparseTensor:
 
     def _predicted(self, tensor: torch.Tensor) -> bool:
         """Whether it stands for one that the kernels will go over."""
-        return plain.is_fake(tensor) and in_prediction(tensor) and self._has_bits()
+        return in_prediction(tensor) and self._has_bits()
 
     def dense(
         self,
@@ -101,7 +101,9 @@ class SparseTensor:
         if self._predicted(values):
             form = torch.channels_last if last else torch.contiguous_format
             kind = {"dtype": values.dtype, "device": values.device, "memory_format": form}
-            return torch.empty(self.shape, **kind)  # type: ignore[call-overload]
+            made: torch.Tensor = torch.empty(self.shape, **kind)  # type: ignore[call-overload]
+            launched("sparse_scatter", [values, self.index], [made])
+            return made
         kernels = self._kernels()
         if kernels is not None:
             return kernels.scatter(values, self.index, self._starts, self.shape, last)
@@ -109,11 +111,14 @@ class SparseTensor:
 
     def gather(self, dense: torch.Tensor) -> torch.Tensor:
         """What a dense tensor has at the nonzeros."""
+        last = in_channels_last(dense)
         if self._predicted(dense):
-            return dense.new_empty(self.nonzeros)
+            made = dense.new_empty(self.nonzeros)
+            read = dense if last else dense.contiguous()
+            launched("sparse_gather", [read, self.index], [made])
+            return made
         kernels = self._kernels()
         if kernels is not None:
-            last = in_channels_last(dense)
             return kernels.gather(dense, self.index, self._starts, self.nonzeros, last)
         return plain.gather(dense, self.index, self.nonzeros)
 
