@@ -105,6 +105,11 @@ def profile(
             Microbatching(microbatch)
         if accounting == "device":
             refuse_on_device(chosen)
+        elif device == "cuda":
+            raise InputError(
+                f"--device {device} is for --accounting device",
+                hint="the fundamental accounting is the report's, of no device",
+            )
         target = resolve(model, input or (), batch=batch, microbatch=microbatch, loss=loss)
         name = target.optimizer if optimizer is None else optimizer
         result = predict(
@@ -306,7 +311,7 @@ def show_profile(settings: dict[str, Any], result: Any) -> None:
     console.print(table)
     where = f" of {result.peak_module}" if result.peak_module else ""
     console.print(
-        f"peak at {result.peak_operation.partition('.')[2]}{where}, {result.peak_phase} "
+        f"peak at {result.peak_operation.rpartition('.')[2]}{where}, {result.peak_phase} "
         f"(instant {result.timeline.peak_instant + 1} of {len(result.timeline.labels)})"
     )
     largest = [(m, b) for m, b in result.bytes_by_module.items() if m and b > 0][:5]

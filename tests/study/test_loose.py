@@ -87,6 +87,14 @@ def test_translations_have_their_bleu(runs):
     assert results.study.score_label == "BLEU or accuracy (%)"
 
 
+def test_a_run_made_twice_is_one_trial(runs):
+    for name, seed, score in (("a", 0, 90.0), ("b", 0, 90.0), ("c", 1, 92.0)):
+        runs(name, score, seed=seed)
+    made = report(runs.folder)
+    assert [row.score.n for row in made.results.rows] == [2]
+    assert "Passed over: b has the settings and the seed of a." in made.text
+
+
 def test_what_cannot_be_read_is_passed_over_and_named(runs):
     runs("good", 90.0)
     half = runs("half", 91.0) / FILE

@@ -162,6 +162,20 @@ def test_plans_for_a_device_that_is_not_there(name: str) -> None:
     assert all(o.kept_bytes <= o.forward_bytes for s in chain.blocks for o in s.options.values())
 
 
+def test_a_small_model_in_16_bits_needs_what_its_step_does() -> None:
+    """The update's blocks are larger than its tensors: traced, not by the rule for large ones."""
+    model, batch = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))), torch.randn(16, 64)
+    given: dict[str, Any] = {"loss": lambda m, b: m(b).square().mean(), "optimizer": sgd(model)}
+    planner = Planner(model, batch, **given, costs=COSTS)
+    halved = Setting(planner._narrow).plan()
+    step = predict_step(halved, model, batch, **given).peak_bytes
+    budget = int(1.02 * step / (1 - planner.margin))
+    found = planner.plan(budget, lambda setting: setting.plan() == halved)
+    assert found.predicted.peak_bytes == pytest.approx(step, rel=0.01)
+    for choice in found.choices:
+        assert "milder plans need" not in choice.why  # their bound is below the budget
+
+
 class Growing(nn.Module):
     """Most of what the step keeps is in the last blocks, BatchNorm's input and output."""
 

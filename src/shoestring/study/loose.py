@@ -94,7 +94,15 @@ def collect(where: Path) -> Loose:
         if flags:
             kept = {n: v for n, v in flags.items() if n not in OTHERS}
             key = repr([sorted(kept.items()), sorted(others.items())])
-            groups.setdefault(key, Group(kept, others, [])).runs.append(found)
+            group = groups.setdefault(key, Group(kept, others, []))
+            ended = [run for run in group.runs if run.error is None]
+            first = {run.job.settings.get("seed"): run.folder for run in ended}
+            seed = flags.get("seed")
+            if seed in first and found.error is None:  # the same run once more is no trial
+                names = (str(f.relative_to(where)) for f in (folder, first[seed]))
+                passed_over.append("{} has the settings and the seed of {}".format(*names))
+            else:
+                group.runs.append(found)
     if all(found.error is not None for found in outcomes.values()):
         why = f": {passed_over[0]}" if passed_over else ""
         going = outcomes or unfinished

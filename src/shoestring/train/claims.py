@@ -80,7 +80,7 @@ def hides_microbatches(plan: Plan, at: Circumstances, made: Claims) -> bool:
 
 
 _SUSPECTS = {
-    "buffers": "running statistics moved once more: recomputed BatchNorm?",
+    "buffers": "moved by every microbatch, or once more by BatchNorm that ran again?",
     "random stream": "more or fewer numbers were drawn: a dropout mask drawn again?",
     "gradients": "a dropout mask drawn again, or a loss that is no mean over its parts?",
     "loss": "another forward pass, or a loss that is no mean over its parts?",

@@ -52,6 +52,10 @@ class _Way:
     work: Work
 
 
+_TRACED_BYTES = 2**23
+"""Gradients up to which an update in blocks is traced: there the rule for them is too coarse."""
+
+
 class DeviceEstimates:
     """Candidates for one model, batch, loss and optimizer, on one kind of device."""
 
@@ -124,7 +128,7 @@ class DeviceEstimates:
     def _made_update(self, setting: Setting) -> Update:
         density = setting.density
         narrow = setting.precision is not None
-        if narrow and self._in_blocks:
+        if narrow and self._in_blocks and sum(self._trained.values()) > _TRACED_BYTES:
             return self._halved(setting)
         ends = DENSITIES[0], DENSITIES[-1]
         if density is not None and density not in ends:  # bytes grow with it by a line

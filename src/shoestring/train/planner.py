@@ -206,7 +206,13 @@ class Planner:
             margin=self.margin,
             predicted=found.predicted,
             plain=self.estimates.plain,
-            choices=choices(candidate, self.estimates, self.batch_norm, self._settings(Allowed())),
+            choices=choices(
+                candidate,
+                self.estimates,
+                self.batch_norm,
+                self._settings(Allowed()),
+                int(budget_bytes * (1 - self.margin)),
+            ),
             front=pareto([_exact(found), *points]),
         )
 

@@ -12,12 +12,16 @@ from ..units import format_size
 
 
 def choices(
-    candidate: Candidate, estimates: Estimates, batch_norm: bool, milder: Sequence[Setting]
+    candidate: Candidate,
+    estimates: Estimates,
+    batch_norm: bool,
+    milder: Sequence[Setting],
+    limit_bytes: int,
 ) -> tuple[Choice, ...]:
     """One for each technique of the plan, in the order they are applied."""
     setting, plan = candidate.setting, candidate.plan
     made = []
-    needed = _needed(estimates, milder, setting.loss)
+    needed = _needed(estimates, milder, setting.loss, limit_bytes)
     if setting.density is not None:
         made.append(
             Choice("sparsity", f"density {setting.density:g}", LOSSY, f"another model; {needed}")
@@ -35,16 +39,16 @@ def choices(
             why = f"BatchNorm sees {setting.microbatch} examples at a time; {needed}"
             made.append(Choice("microbatching", shown, LOSSY, why))
         else:
-            why = "gradients add up to the same, if the loss is a mean over examples"
+            why = "gradients add up to the same, if the loss is a mean; dropout draws other masks"
             made.append(Choice("microbatching", shown, LOSSLESS, why))
     return tuple(made)
 
 
-def _needed(estimates: Estimates, milder: Sequence[Setting], loss: float) -> str:
-    less = [s for s in milder if s.loss < loss]
-    if not less:
-        return "nothing milder fits"
-    lowest = min(map(estimates.least_bytes, less))
+def _needed(estimates: Estimates, milder: Sequence[Setting], loss: float, limit_bytes: int) -> str:
+    """What milder plans need at least, where that is known to be too much."""
+    lowest = min((estimates.least_bytes(s) for s in milder if s.loss < loss), default=0)
+    if lowest <= limit_bytes:
+        return "nothing milder was found to fit"
     return f"milder plans need {format_size(lowest)} or more"
 
 
