@@ -96,10 +96,10 @@ def test_a_budget_on_cuda_may_be_smaller_than_workspaces_that_training_does_not_
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
     monkeypatch.setenv("CUBLASLT_WORKSPACE_SIZE", "0")
     assert _plan_for_budget(call, digits, "cuda").precision.kind == "fp16"
-    lean = _plan_for_budget(replace(call, budget="27 MB"), digits, "cuda")
-    assert lean.precision.kind == "fp16"  # the step takes 26.5 MB, its minibatch among them
-    with pytest.raises(BudgetError):
-        _plan_for_budget(replace(call, budget="26 MB"), digits, "cuda")
+    with pytest.raises(BudgetError, match="smallest found is 23.1") as raised:
+        _plan_for_budget(replace(call, budget="22 MB"), digits, "cuda")
+    least = str(raised.value.smallest_bytes)
+    assert _plan_for_budget(replace(call, budget=least), digits, "cuda").precision.kind == "fp16"
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
     with pytest.raises(BudgetError):
         _plan_for_budget(call, digits, "cuda")

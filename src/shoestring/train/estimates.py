@@ -75,7 +75,9 @@ class DeviceEstimates:
         self._device, self._costs = device, costs
         made = make_optimizer(optimizer, model, {id(p): p for p in model.parameters()})
         self._in_blocks = type(made) in ELEMENTWISE
-        self._has_kernels = made is not None and kernels_know(made)
+        known = made is not None and kernels_know(made)
+        self._copied = device != "cuda" or not known
+        """An update in 16 bits makes copies in FP32."""
         self._updates: dict[tuple[str | None, float | None], Update] = {}
         self._trace: Trace | None = None
         try:
@@ -128,7 +130,8 @@ class DeviceEstimates:
     def _made_update(self, setting: Setting) -> Update:
         density = setting.density
         narrow = setting.precision is not None
-        if narrow and self._in_blocks and sum(self._trained.values()) > _TRACED_BYTES:
+        small = self._copied and sum(self._trained.values()) <= _TRACED_BYTES
+        if narrow and self._in_blocks and not small:
             return self._halved(setting)
         ends = DENSITIES[0], DENSITIES[-1]
         if density is not None and density not in ends:  # bytes grow with it by a line
@@ -145,8 +148,7 @@ class DeviceEstimates:
 
     def _halved(self, setting: Setting) -> Update:
         wide = self._update(replace(setting, precision=None))
-        copied = self._device != "cuda" or not self._has_kernels
-        return halved(wide, self._model, copied=copied)
+        return halved(wide, self._model, copied=self._copied)
 
     def _capture(self, plan: Plan, *, update: Collection[str] | None = None) -> Trace:
         """The passes of a planned step, or the update of some parameters (of none: of all)."""
