@@ -16,6 +16,7 @@ from shoestring.errors import BudgetError, InputError
 from shoestring.memory.model import memory_profile
 from shoestring.planning.cost import NOMINAL, costs_of
 from shoestring.planning.result import LOSSLESS, NEAR, format_seconds
+from shoestring.planning.search import Candidate
 from shoestring.planning.settings import Setting
 from shoestring.planning.stages import Work
 from shoestring.trace.graph import Phase
@@ -23,6 +24,7 @@ from shoestring.train import estimates
 from shoestring.train.capture import capture_step
 from shoestring.train.planner import Planner
 from shoestring.train.predict import predict_step
+from shoestring.train.reasons import choices
 from shoestring.units import parse_size
 from techniques.small_models import SMALL
 
@@ -174,6 +176,14 @@ def test_a_small_model_in_16_bits_needs_what_its_step_does() -> None:
     assert found.predicted.peak_bytes == pytest.approx(step, rel=0.01)
     for choice in found.choices:
         assert "milder plans need" not in choice.why  # their bound is below the budget
+
+
+@pytest.mark.parametrize(("size", "parts", "shown"), [(4, 4, "4 × 4"), (3, 6, "5 × 3 + 1")])
+def test_a_smaller_last_microbatch_is_named(size: int, parts: int, shown: str) -> None:
+    setting = Setting(microbatch=size, parts=parts)
+    candidate = Candidate(setting, None, 1, 1.0, 1)
+    (choice,) = choices(candidate, None, False, [], 1, 16)  # type: ignore[arg-type]
+    assert choice.setting == shown
 
 
 class Growing(nn.Module):

@@ -212,6 +212,7 @@ class Planner:
                 self.batch_norm,
                 self._settings(Allowed()),
                 int(budget_bytes * (1 - self.margin)),
+                self._examples,
             ),
             front=pareto([_exact(found), *points]),
         )

@@ -17,6 +17,7 @@ def choices(
     batch_norm: bool,
     milder: Sequence[Setting],
     limit_bytes: int,
+    examples: int | None,
 ) -> tuple[Choice, ...]:
     """One for each technique of the plan, in the order they are applied."""
     setting, plan = candidate.setting, candidate.plan
@@ -34,7 +35,8 @@ def choices(
         shown = text if len(text) <= 40 else f"{text[:37]}..."
         made.append(Choice("checkpointing", shown, LOSSLESS, _again(plan.checkpointing.schedule)))
     if setting.microbatch is not None:
-        shown = f"{setting.parts} × {setting.microbatch}"
+        rest = 0 if examples is None else examples % setting.microbatch
+        shown = f"{setting.parts - bool(rest)} × {setting.microbatch}" + f" + {rest}" * bool(rest)
         if batch_norm:
             why = f"BatchNorm sees {setting.microbatch} examples at a time; {needed}"
             made.append(Choice("microbatching", shown, LOSSY, why))
