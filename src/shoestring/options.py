@@ -39,7 +39,11 @@ PlanFile = Annotated[
     str | None, typer.Option(help="File of a plan, TOML or JSON, in place of technique flags.")
 ]
 LossName = Annotated[
-    str | None, typer.Option(help="module:function(model, batch) for an imported model.")
+    str | None,
+    typer.Option(
+        help="module:function(model, batch) for an imported model; the batch is the tuple of all "
+        "--input, or a dict of named ones."
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, bytes as integers.")]
 

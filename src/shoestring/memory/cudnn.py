@@ -3,10 +3,10 @@
 cuDNN chooses its kernels by heuristics that are no formula. What a workspace holds is mostly a
 copy of the operands in another layout, so its size is explained by the bytes of input, weight and
 output; whether there is one at all is not. `cudnn_convolution.csv` holds the measured workspaces of
-about a thousand convolutions, with the device and the versions they belong to in its header: a
-shape found there is exact for that device and those versions, and another is guessed from the
-nearest shapes. On another GPU or another cuDNN all of it is a guess, unless `memory.calibrate` has
-measured it there.
+about a thousand convolutions, most of them in both layouts, with the device and the versions they
+belong to in its header: a shape found there is exact for that device and those versions, and
+another is guessed from the nearest shapes. On another GPU or another cuDNN all of it is a guess,
+unless `memory.calibrate` has measured it there.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ class ConvolutionShape:
     @property
     def family(self) -> tuple[object, ...]:
         """What kernels are specialised for: only members of one family resemble each other."""
-        depthwise = self.groups > 1 and self.groups == self.input[1]
-        grouping = "depthwise" if depthwise else "grouped" if self.groups > 1 else "dense"
-        return (self.transposed, self.weight[2:], self.stride, grouping, self.channels_last)
+        return (*self.clan, self.weight[2:], self.stride)
 
     @property
     def clan(self) -> tuple[object, ...]:
         """Several families: kernels of any extent and stride."""
-        return self.family[::3] + self.family[4:]
+        depthwise = self.groups > 1 and self.groups == self.input[1]
+        grouping = "depthwise" if depthwise else "grouped" if self.groups > 1 else "dense"
+        return (self.transposed, grouping, self.channels_last)
 
     @property
     def position(self) -> tuple[float, ...]:
@@ -223,7 +223,7 @@ def _shipped_table() -> ConvolutionTable:
             transposed=row["transposed"] == "1",
             output_padding=_ints(row["output_padding"], spatial),
             groups=int(row["groups"]),
-            channels_last=row.get("channels_last") == "1",
+            channels_last=row["channels_last"] == "1",
         )
         measured[shape] = {
             (kind, itemsize): int(row[f"float{8 * itemsize}_{kind}"])

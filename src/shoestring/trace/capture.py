@@ -90,8 +90,7 @@ def user_code() -> Iterator[None]:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise InputError(
             f"the model failed on this batch: {first}",
-            hint="loss(model, batch) must run as it would in training; on the command line the "
-            "batch is the tuple of all --input, or a dict of named ones",
+            hint="loss(model, batch) must run as it would in training",
         ) from error
 
 

@@ -66,4 +66,6 @@ def _again(schedule: tuple[str, ...]) -> str:
         "without cheap and wide ones": items.count("lean"),
     }
     parts = [f"{count} {how}" for how, count in counts.items() if count]
+    if not parts:  # wrapped all the same
+        return "nothing runs again; BatchNorm in kernels of its own keeps its input alone"
     return f"of {total} blocks {' and '.join(parts)}"
