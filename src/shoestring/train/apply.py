@@ -184,9 +184,7 @@ class Step:
             entering(Phase.FORWARD)
             value = setup.run(part)
             check_loss(value)
-            if isinstance(weight, torch.Tensor):
-                weight = weight.to(value.dtype)
-            weighted = value if weight is None else value * weight
+            weighted = _weighted(value, weight)
             entering(Phase.BACKWARD)
             setup.backward(weighted)
             shown = weighted.detach()
@@ -347,6 +345,13 @@ def _ranks(parallel: str | Parallel, plan: Plan) -> Ranks | None:
 
     chosen = parallel_of(parallel)
     return None if chosen is None else Ranks(chosen, plan)
+
+
+def _weighted(loss: torch.Tensor, weight: float | torch.Tensor | None) -> torch.Tensor:
+    """A part's loss in the loss of its minibatch; of a part that has no unit, 0/0, nothing."""
+    if not isinstance(weight, torch.Tensor):
+        return loss if weight is None else loss * weight
+    return (loss * weight.to(loss.dtype)).masked_fill(weight == 0, 0)
 
 
 def _whole(batch: Any) -> Iterator[tuple[Any, Any]]:

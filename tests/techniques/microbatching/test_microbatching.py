@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from shoestring.errors import InputError
-from shoestring.techniques import Microbatching
+from shoestring.techniques import Microbatching, microbatching
 from shoestring.techniques.base import Technique
 from shoestring.trace.capture import capture
 from shoestring.train.apply import apply
@@ -129,8 +129,10 @@ def test_a_loss_averaged_over_tokens_is_weighted_by_tokens(kind, as_tensor):
     assert not torch.allclose(whole[0], by_examples[0], rtol=1e-3)
 
 
-@pytest.mark.parametrize("as_tensor", [False, True])
-def test_a_part_without_units_is_left_out(as_tensor):
+@pytest.mark.parametrize("counted", ["number", "tensor", "on a device"])
+def test_a_part_without_units_adds_nothing(counted, monkeypatch):
+    if counted == "on a device":  # a tensor whose value is not asked for
+        monkeypatch.setattr(microbatching, "readable", lambda tensor: False)
     torch.manual_seed(0)
     model = SMALL["tied"].build().double()
     twin = copy.deepcopy(model)
@@ -139,7 +141,7 @@ def test_a_part_without_units_is_left_out(as_tensor):
 
     def units(part: Any) -> Any:
         count = (part["labels"] != -1).sum()
-        return count if as_tensor else count.item()
+        return count.item() if counted == "number" else count
 
     technique = Microbatching(2, weight=units)
     whole, parts = (
@@ -148,9 +150,10 @@ def test_a_part_without_units_is_left_out(as_tensor):
     )
     assert torch.allclose(whole[0], parts[0], rtol=1e-12)
     close(whole[1], parts[1], 1e-12)
-    if as_tensor:
-        return
     batch["labels"][:] = -1
+    if counted != "number":
+        assert gradients(twin, batch, token_loss, technique)[0].isnan()
+        return
     with pytest.raises(InputError, match="add up to 0"):
         gradients(twin, batch, token_loss, technique)
 
