@@ -460,7 +460,7 @@ MISTAKES = {
     "profile wrn-28-2 --optimizer sgdd": ("'sgdd'", "sgd"),
     "profile wrn-28-2 --accounting real": ("'real'", "fundamental, device"),
     "profile wrn-28-2 --device tpu": ("'tpu'", "cuda"),
-    "profile wrn-28-2 --device cuda": ("--accounting device", "of no device"),
+    "profile wrn-28-2 --device cuda": ("of no device", "accounting 'device'"),
     "profile wrn-28-2 --accounting device --device tpu": ("'tpu'", "cuda"),
     "profile wrn-28-2 --accounting device --precision fp16": ("fp16", "fundamental"),
     "profile wrn-28-2 --accounting device --density 0.5": ("0.5", "fundamental"),

@@ -161,8 +161,9 @@ def test_density_without_anything_to_sparsify_warns() -> None:
     assert sparse.as_dict() == ss.profile(model, small_batch(), loss=loss).as_dict()
 
 
-@pytest.mark.parametrize("accounting", ["fundamental", "device"])
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(
+    ("accounting", "device"), [("fundamental", "cpu"), ("device", "cpu"), ("device", "cuda")]
+)
 def test_the_timeline_has_one_row_an_instant(accounting: str, device: str) -> None:
     predicted = predict(accounting=accounting, device=device)
     timeline = predicted.timeline
@@ -192,6 +193,7 @@ def test_mistakes_are_value_errors_with_a_way_out() -> None:
     for wrong in (
         lambda: predict(accounting="real"),
         lambda: predict(device="tpu"),
+        lambda: predict(accounting="fundamental", device="cuda"),
         lambda: predict(techniques=[ss.Microbatching(3)]),
         lambda: ss.Sparsity(0.0),
         lambda: ss.Precision("fp8"),

@@ -95,21 +95,15 @@ def profile(
 ) -> None:
     """Where every byte of a training step goes, before anything is allocated."""
     with working(f"tracing {model}"):
+        from .profiling import check
         from .profiling import profile as predict
-        from .profiling import refuse_on_device
         from .target import resolve
         from .techniques import Microbatching
 
         chosen = techniques(density, precision, checkpoint)
         if microbatch is not None:
             Microbatching(microbatch)
-        if accounting == "device":
-            refuse_on_device(chosen)
-        elif device == "cuda":
-            raise InputError(
-                f"--device {device} is for --accounting device",
-                hint="the fundamental accounting is the report's, of no device",
-            )
+        check(accounting, device, chosen)
         target = resolve(model, input or (), batch=batch, microbatch=microbatch, loss=loss)
         name = target.optimizer if optimizer is None else optimizer
         result = predict(

@@ -30,12 +30,7 @@ def profile(
     PyTorch's allocator shows for the plain step on `device` ("cpu" or "cuda", neither needed).
     """
     chosen = tuple(techniques)
-    if accounting not in ACCOUNTINGS:
-        raise InputError(
-            f"unknown accounting {accounting!r}", hint="one of " + ", ".join(ACCOUNTINGS)
-        )
-    if accounting == "device":
-        refuse_on_device(chosen)
+    check(accounting, device, chosen)
     for technique in chosen:
         batch = technique.prepare(batch)
     trace = capture(model, batch, loss=loss, optimizer=optimizer, device=device)
@@ -44,8 +39,23 @@ def profile(
     return memory_profile(trace, accounting)
 
 
-def refuse_on_device(techniques: Iterable[Technique]) -> None:
-    """The device accounting is of the plain step: only the microbatch may differ."""
+def check(accounting: str, device: str, techniques: Iterable[Technique]) -> None:
+    """Refuse what an accounting cannot tell, before anything is built.
+
+    That of a device is of the plain step, where only the microbatch may differ; the fundamental
+    one is of no device, and kernels of CUDA, as attention has, would change it.
+    """
+    if accounting not in ACCOUNTINGS:
+        raise InputError(
+            f"unknown accounting {accounting!r}", hint="one of " + ", ".join(ACCOUNTINGS)
+        )
+    if accounting != "device":
+        if device == "cuda":
+            raise InputError(
+                f"the {accounting} accounting is the report's, of no device",
+                hint="accounting 'device' predicts what CUDA's allocator shows",
+            )
+        return
     for technique in techniques:
         neutral = technique in (Checkpointing("none"), Precision("fp32"), Sparsity(1.0))
         if isinstance(technique, (Checkpointing, Precision, Sparsity)) and not neutral:
