@@ -15,8 +15,9 @@ import torch
 import triton
 import triton.language as tl
 
+from .index import COARSE, FINE
+
 BLOCK = 1024
-COARSE, FINE = 4096, 64
 
 Starts = tuple[torch.Tensor, torch.Tensor]
 

@@ -52,6 +52,9 @@ class SparseTensor:
     """How often the pattern changed."""
     _starts: tuple[torch.Tensor, torch.Tensor] | None = field(default=None, repr=False)
 
+    def __post_init__(self) -> None:
+        self._predicted(self.index)
+
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "optimizer": None, "_starts": None}
 
@@ -83,8 +86,11 @@ class SparseTensor:
         return plain.is_bitmask(self.index, self.shape)
 
     def _predicted(self, tensor: torch.Tensor) -> bool:
-        """Whether it stands for one that the kernels will go over."""
-        return in_prediction(tensor) and self._has_bits()
+        """Whether it stands for one that the kernels will go over, with what they look up."""
+        there = in_prediction(tensor) and self._has_bits()
+        if there and self._starts is None:
+            self._starts = plain.room_for_starts(self.index)
+        return there
 
     def dense(
         self,
@@ -102,7 +108,7 @@ class SparseTensor:
             form = torch.channels_last if last else torch.contiguous_format
             kind = {"dtype": values.dtype, "device": values.device, "memory_format": form}
             made: torch.Tensor = torch.empty(self.shape, **kind)  # type: ignore[call-overload]
-            launched("sparse_scatter", [values, self.index], [made])
+            launched("sparse_scatter", [values, self.index, *(self._starts or ())], [made])
             return made
         kernels = self._kernels()
         if kernels is not None:
@@ -115,7 +121,7 @@ class SparseTensor:
         if self._predicted(dense):
             made = dense.new_empty(self.nonzeros)
             read = dense if last else dense.contiguous()
-            launched("sparse_gather", [read, self.index], [made])
+            launched("sparse_gather", [read, self.index, *(self._starts or ())], [made])
             return made
         kernels = self._kernels()
         if kernels is not None:
