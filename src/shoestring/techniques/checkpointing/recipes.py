@@ -27,6 +27,9 @@ from ...memory.nodes import WIDE
 from .functions import CHEAP, ELEMENTWISE, JOINTS, NODES, PRODUCTS, SAVES_OUTPUT, WIDENING
 from .regions import without_statistics
 
+_unseen = torch._C.DisableTorchFunction
+"""Around questions about tensors: regions outside would look at each of them."""
+
 
 class _View:
     """A tensor as a window on what a recipe makes."""
@@ -162,22 +165,12 @@ class Recipes:
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a function; note its output if it is one to make again."""
-        if not self._chosen(func, args) or not torch.is_grad_enabled():
+        with _unseen():
+            begun = self._begun(func, args, kwargs)
+        if begun is None:
             return func(*args, **kwargs)
+        recipe, in_place, given = begun
         first: torch.Tensor = args[0]
-        rest = dict(kwargs)
-        in_place = bool(rest.pop("inplace", False))
-        if in_place and (self._recipe(first) is None or not _is_whole(first)):
-            return func(*args, **kwargs)  # what it overwrites could not be made again
-        second = getattr(func, "cheap_to_run_again", tuple)(args)
-        recipe = _Recipe(func, tuple(self._argument(a) for a in second), rest)
-        device = first.device.type
-        if device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
-            kind = torch.get_autocast_dtype(device)
-            recipe.cast = torch.autocast(device, kind, cache_enabled=False)
-        recipe.part = self._part
-        recipe.roots = self._roots(args)
-        given = {_key(a) for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)}
 
         def is_output(tensor: torch.Tensor) -> bool:
             new = _key(tensor) == _key(first) if in_place else _key(tensor) not in given
@@ -189,12 +182,35 @@ class Recipes:
             out = func(*args, **kwargs)
         finally:
             self._current = None
-        if isinstance(out, torch.Tensor) and (in_place or _key(out) not in given):
-            read = args[1] if func is torch.addmm else first
-            wide = func not in WIDENING or out.numel() >= WIDE * read.numel()
-            if wide or self._every is not None:
-                self._note(out, recipe)
+        with _unseen():
+            if isinstance(out, torch.Tensor) and (in_place or _key(out) not in given):
+                read = args[1] if func is torch.addmm else first
+                wide = func not in WIDENING or out.numel() >= WIDE * read.numel()
+                if wide or self._every is not None:
+                    self._note(out, recipe)
         return out
+
+    def _begun(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[_Recipe, bool, set[int]] | None:
+        """The recipe of an output to be, whether it overwrites, and the storages it reads."""
+        if not self._chosen(func, args) or not torch.is_grad_enabled():
+            return None
+        first: torch.Tensor = args[0]
+        rest = dict(kwargs)
+        in_place = bool(rest.pop("inplace", False))
+        if in_place and (self._recipe(first) is None or not _is_whole(first)):
+            return None  # what it overwrites could not be made again
+        second = getattr(func, "cheap_to_run_again", tuple)(args)
+        recipe = _Recipe(func, tuple(self._argument(a) for a in second), rest)
+        device = first.device.type
+        if device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
+            kind = torch.get_autocast_dtype(device)
+            recipe.cast = torch.autocast(device, kind, cache_enabled=False)
+        recipe.part = self._part
+        recipe.roots = self._roots(args)
+        given = {_key(a) for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)}
+        return recipe, in_place, given
 
     def _chosen(self, func: Any, args: tuple[Any, ...]) -> bool:
         if not args or not isinstance(args[0], torch.Tensor):
@@ -276,6 +292,10 @@ class Recipes:
         self._noted[key] = (recipe, _reading(out), weakref.ref(storage, gone))
 
     def _pack(self, tensor: torch.Tensor) -> Any:
+        with _unseen():
+            return self._packed(tensor)
+
+    def _packed(self, tensor: torch.Tensor) -> Any:
         recipe = self._recipe(tensor)
         if self._current is not None and self._current[1](tensor):
             recipe = self._current[0]

@@ -19,6 +19,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from .caches import refuse_caches
 from .draws import follower
@@ -102,11 +103,7 @@ class frozen_statistics(TorchFunctionMode):
     def __init__(self, model: nn.Module, kept: Iterable[Any] = ()) -> None:
         super().__init__()
         self._kept = iter(kept)
-        self._counters = {
-            id(m.num_batches_tracked)
-            for m in model.modules()
-            if isinstance(m, nn.modules.batchnorm._NormBase) and m.num_batches_tracked is not None
-        }
+        self._model = model
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -114,10 +111,26 @@ class frozen_statistics(TorchFunctionMode):
         kwargs = kwargs or {}
         if hasattr(func, "kept_for_second_pass"):
             return next(self._kept)
-        if func is torch.Tensor.add_ and id(args[0]) in self._counters:
+        if func is torch.Tensor.add_ and _is_counter(args[0], self._model):
             return args[0]
         args, kwargs = without_statistics(func, args, kwargs)
         return func(*args, **kwargs)
+
+
+_COUNTERS = WeakTensorKeyDictionary()
+"""Of batches, in normalisations that were asked for; to ask each time takes long."""
+
+
+def _is_counter(tensor: torch.Tensor, model: nn.Module) -> bool:
+    if tensor.dim():
+        return False
+    if tensor not in _COUNTERS:
+        for module in model.modules():
+            if isinstance(module, nn.modules.batchnorm._NormBase):
+                counter = module.num_batches_tracked
+                if counter is not None:
+                    _COUNTERS[counter] = True
+    return tensor in _COUNTERS
 
 
 def without_statistics(
