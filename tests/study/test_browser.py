@@ -91,6 +91,21 @@ def test_what_is_drawn_is_what_was_recorded(made, tmp_path, width):
     assert found["live"] == len(row.profile.end["timeline"]["live"])
 
 
+def test_a_target_is_drawn_before_its_runs_are_there(made, tiny, tmp_path):
+    folder = tmp_path / "study"
+    shutil.copytree(tiny, folder)
+    (told,) = (r for r in made.results.rows if "score" in made.results.targets_of(r))
+    for run in told.runs:
+        shutil.rmtree(folder / "runs" / run.folder.name)
+    script = """
+    found.points = document.querySelectorAll("#pareto .point:not(.target)").length;
+    found.targets = document.querySelectorAll("#pareto .point.target").length;
+    """
+    page = report(folder, tmp_path / "report").folder / "index.html"
+    found = rendered(page, tmp_path, script)
+    assert (found["points"], found["targets"]) == (1, 1)
+
+
 def test_keys_filters_and_the_slider(made, tmp_path):
     script = """
     const points = [...document.querySelectorAll("#pareto .point:not(.target)")];

@@ -21,8 +21,9 @@ function sayRow(box, row) {
 function pareto() {
   const box = byId("pareto");
   if (!box) return;
-  const rows = data.rows.map((row, index) => ({ ...row, index }))
-    .filter((row) => row.memory && row.score !== null).sort((a, b) => a.memory - b.memory);
+  const every = data.rows.map((row, index) => ({ ...row, index })).filter((row) => row.memory);
+  const rows = every.filter((row) => row.score !== null).sort((a, b) => a.memory - b.memory);
+  const told = every.filter((row) => row.target && row.target.score !== undefined); // run here or not
   const controls = byId("filters"), said = byId("pareto-said"), picked = {};
   const seriesName = data.series;
   const series = [...new Set(data.rows.map((row) => row.settings[seriesName]))];
@@ -32,7 +33,7 @@ function pareto() {
     item.append(`${data.heads[seriesName] ?? seriesName} ${value}`);
   });
   for (const name of data.varied) {
-    const values = [...new Set(rows.map((row) => row.settings[name] ?? "–"))];
+    const values = [...new Set([...rows, ...told].map((row) => row.settings[name] ?? "–"))];
     if (values.length < 2 || values.length > 24) continue;
     const label = element("label", {}, controls, data.heads[name]);
     const select = element("select", { "data-setting": name }, label);
@@ -41,18 +42,17 @@ function pareto() {
   }
   let front = null, frame = null, settle = null;
   function draw() {
-    const targets = rows.filter((row) => row.target && row.target.score !== undefined);
-    const all = [...rows.map((r) => [r.memory, r.score]), ...targets.map((r) => [r.target.memory ?? r.memory, r.target.score])];
-    if (!all.length) { box.textContent = "No run has ended yet."; return; }
+    const all = [...rows.map((r) => [r.memory, r.score]), ...told.map((r) => [r.target.memory ?? r.memory, r.target.score])];
+    if (!rows.length) { box.textContent = "No run has ended yet."; return; }
     frame = plot(box, { x: range(all.map((p) => p[0] / 1e6), true), y: range(all.map((p) => p[1])), logX: true,
       xLabel: "memory, counted (MB)", yLabel: data.score_label, label: "memory and score of every setting; arrow keys walk through them" });
     front = shape("path", { class: "front" }, frame.svg);
     const colour = (row) => colours[series.indexOf(row.settings[seriesName]) % colours.length];
     const points = [];
+    for (const row of told) shape("circle", { class: "point target", r: 6, cx: frame.atX((row.target.memory ?? row.memory) / 1e6),
+      cy: frame.atY(row.target.score), style: `stroke:${colour(row)}`, "data-row": row.index }, frame.svg);
     for (const row of rows) {
       const x = frame.atX(row.memory / 1e6), y = frame.atY(row.score);
-      if (row.target && row.target.score !== undefined) shape("circle", { class: "point target", r: 6,
-        cx: frame.atX((row.target.memory ?? row.memory) / 1e6), cy: frame.atY(row.target.score), style: `stroke:${colour(row)}`, "data-row": row.index }, frame.svg);
       const node = shape("circle", { class: "point", r: 5.5, cx: x, cy: y, style: `fill:${colour(row)}`, "data-row": row.index,
         "aria-label": `${rowName(row)}: ${row.texts.counted_bytes ?? ""} MB, ${row.texts.score}` }, frame.svg);
       points.push({ node, row });
