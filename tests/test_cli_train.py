@@ -66,6 +66,38 @@ def test_stop_resume_and_json(run, tmp_path):
     assert status == 2 and "the run has plan" in err
 
 
+def test_a_frozen_normalisation_stays_frozen(run, tmp_path):
+    """After evaluations too, and after a resume."""
+    frozen = [SHORT[0], "tiny_nets:frozen_normalisation", *SHORT[2:], "--epochs", "3"]
+    assert run(*frozen, "--out", "whole")[0] == 0
+    assert run(*frozen, "--out", "parts", "--stop-after", "20 steps")[0] == 0
+    held, _ = snapshot.load_latest(tmp_path / "parts")
+    assert int(held["step"]["model"]["1.num_batches_tracked"]) == 0
+    assert run(*frozen, "--out", "parts", "--resume")[0] == 0
+    whole, parts = read(tmp_path / "whole")[-1], read(tmp_path / "parts")[-1]
+    assert (whole["accuracy"], whole["best_accuracy"]) == (
+        parts["accuracy"],
+        parts["best_accuracy"],
+    )
+
+
+def test_a_run_keeps_the_layout_it_began_with(run, tmp_path):
+    """The default is another one on another device."""
+    flags = [*SHORT, "--epochs", "1", "--out", "a"]
+    assert run(*flags, "--channels-last", "--stop-after", "9 steps")[0] == 0
+    status, _, err = run(*flags, "--channels-first", "--resume")
+    assert status == 2 and "the run has channels last True, not False" in err
+    status, _, err = run(*flags, "--resume")
+    assert status == 0, err
+
+
+def test_a_path_of_odd_bytes(run, tmp_path):
+    out = b"odd-\xff".decode(errors="surrogateescape")
+    status, _, err = run(*SHORT, "--epochs", "1", "--out", out)
+    assert status == 0, err
+    assert read(tmp_path / out)[0]["host"]["command"][-1] == out
+
+
 def test_stop_after_counts_epochs_and_the_folder_has_a_name(run, tmp_path):
     status, out, _ = run(*SHORT, "--split", "validation", "--stop-after", "1")
     assert status == 0 and "12 (1 epochs)" in out
@@ -123,6 +155,10 @@ def test_records_of_before_do_not_say_the_budget(tmp_path):
         ([*SHORT, "--plan", "p.toml", "--density", "0.3"], "--plan and --density are both given"),
         ([*SHORT, "--budget", "1 MB", "--simulated"], "--budget and --simulated are both given"),
         ([*SHORT, "--allow", "sparsity"], "--allow says what a budget may cost"),
+        (
+            [*SHORT, "--budget", "1 MB", "--set", "microbatching.size=50"],
+            "--set microbatching.size",
+        ),
         ([*SHORT, "--stop-after", "0"], "cannot read --stop-after '0'"),
         ([*SHORT, "--snapshot-every", "0"], "--snapshot-every 0 is below 1"),
         ([*SHORT, "--data-on", "moon"], "unknown place 'moon'"),

@@ -56,6 +56,15 @@ def small_task(images: int = 64, held_out: int = 20, seed: int = 0) -> ImageTask
     )
 
 
+def frozen_normalisation() -> nn.Module:
+    """BatchNorm in evaluation mode, as in fine-tuning, in a model that trains."""
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, stride=4), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(512, 10)
+    )
+    model[1].eval().requires_grad_(False)
+    return model
+
+
 def tiny_linear() -> nn.Module:
     """A linear layer on 8×8 pixels: traced and trained in no time."""
     return nn.Sequential(nn.AvgPool2d(4), nn.Flatten(), nn.Linear(192, 10))

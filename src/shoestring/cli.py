@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import warnings
+from io import TextIOWrapper
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -325,6 +326,8 @@ def main() -> NoReturn:
     warnings.showwarning = lambda message, category, *_: print(
         f"warning: {message}", file=sys.stderr
     )
+    if isinstance(sys.stdout, TextIOWrapper):  # a path may have bytes that are no text
+        sys.stdout.reconfigure(errors="backslashreplace")
     # It logs a traceback of its own for every error that is then raised and shown as one line.
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     status = None

@@ -1,7 +1,8 @@
-"""Progress of what takes long, on stderr."""
+"""Progress of what takes long, on stderr, and how it is asked to end."""
 
 from __future__ import annotations
 
+import signal
 import sys
 import threading
 import time
@@ -37,3 +38,22 @@ def working(what: str) -> Iterator[None]:
     finally:
         done.set()
         thread.join()
+
+
+@contextmanager
+def asked_to_end() -> Iterator[list[int]]:
+    """A list that gets the number of a signal to end, for work that first comes to a good place.
+
+    Outside of the main thread, where there are no signals, it stays empty.
+    """
+    asked: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = {n: signal.signal(n, lambda number, _: asked.append(number)) for n in numbers}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -91,6 +91,18 @@ def test_what_is_done_is_not_done_again_and_a_changed_study_goes_on(tmp_path):
     assert failure.stat().st_mtime_ns != stamp
 
 
+def test_only_failures_that_are_retried_are_forgotten(tmp_path):
+    file, out = tmp_path / "two.toml", tmp_path / "out"
+    file.write_text("profile = false\n" + ONE + "[[grid]]\nlr = [0.1, 0.2]")
+    assert run_study(file, out, place=Place(device="nowhere")).failed == 2
+    again = {"resume": True, "retry_failed": True, "place": CPU}
+    with pytest.raises(InputError, match="--only depth"):
+        run_study(file, out, only={"depth": 3}, **again)
+    assert len(list(out.glob("runs/*/failure.json"))) == 2
+    made = run_study(file, out, only={"lr": 0.1}, **again)
+    assert (made.runs, made.failed, made.left) == (2, 1, 0)
+
+
 def test_a_failed_run_keeps_its_snapshot_and_goes_on_from_it(tmp_path):
     file, out = tmp_path / "one.toml", tmp_path / "out"
     file.write_text("profile = false\n" + ONE)

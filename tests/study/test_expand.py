@@ -121,6 +121,25 @@ def test_what_grids_share_is_one_row(study):
     assert len(made.rows) == 1 and made.total == 3
 
 
+def test_one_number_written_twice_is_one_row(study):
+    made = expand(study(BASE + "[[grid]]\nlr = [1, 1.0]\n[[grid]]\nlr = 1.0"), lambda job: None)
+    assert len(made.rows) == 1 and len(trained(made.jobs)) == 2
+
+
+def test_seeds_of_a_grid_are_trials_of_one_row(study):
+    text = "[[grid]]\nlr = [0.1, 0.2]\nseed = [3, 4]\n[[grid]]\nlr = 0.1\nseed = 5"
+    made = expand(study(BASE + text), lambda job: None)
+    found = [(row.settings["lr"], [t.settings["seed"] for t in row.trials]) for row in made.rows]
+    assert found == [(0.1, [3, 4, 5]), (0.2, [3, 4])]
+    assert all("seed" not in row.settings for row in made.rows)
+
+
+def test_a_baseline_that_no_row_has_is_named_before_the_runs(study):
+    read = study("baseline = {lr = 0.9}\n" + BASE + "[[grid]]\nlr = [0.1, 0.2]")
+    with pytest.raises(InputError, match=r"no row is the baseline {'lr': 0.9}"):
+        expand(read, lambda job: None)
+
+
 def test_profiles_for_two_devices_are_two_runs(study):
     text = "kind = 'profile'\n[base]\nmodel = 'wrn-10-1'\n[[grid]]\ndevice = ['cpu', 'cuda']"
     assert expand(study(text), lambda job: None).total == 2

@@ -6,6 +6,7 @@ import os
 import random
 import resource
 import signal
+import threading
 
 import numpy as np
 import pytest
@@ -235,6 +236,15 @@ def test_a_signal_ends_the_step_and_saves(tmp_path, monkeypatch, number, status)
     run(tmp_path / "run", resume=True)
     run(tmp_path / "whole")
     assert_same(final(tmp_path / "run"), final(tmp_path / "whole"))
+
+
+def test_another_thread_may_train(tmp_path):
+    """Signals are for the main one."""
+    ended = []
+    work = threading.Thread(target=lambda: ended.append(run(tmp_path / "a")))
+    work.start()
+    work.join()
+    assert ended[0]["event"] == "end"
 
 
 def test_a_loss_that_is_not_finite_stops_at_the_last_good_snapshot(tmp_path, monkeypatch):

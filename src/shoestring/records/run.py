@@ -39,7 +39,8 @@ class Records:
         """One line: what happened, when, and the fields."""
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         made = {"event": event, "time": now, **fields}
-        line = (json.dumps(made, ensure_ascii=False) + "\n").encode()
+        text = json.dumps(made, ensure_ascii=False) + "\n"
+        line = text.encode(errors="backslashreplace")  # JSON's own way for a path of odd bytes
         before = self.size_bytes
         try:
             written = os.write(self._handle, line)  # at once: a reader sees whole lines

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -109,8 +109,8 @@ def run_study(
     folder = Folder(Path(out or Path("runs") / study.name))
     with _held(folder, study, resume):
         if retry_failed:
-            for failure in folder.path.glob(f"{RUNS}/*/{FAILURE}"):
-                failure.unlink()
+            for job in _chosen(_expansion(study, folder).jobs, only or {}):
+                (folder.of(job) / FAILURE).unlink(missing_ok=True)
         with Progress(workers, folder.of) as progress:
             while pending := _pending(study, folder, progress, only or {}):
                 _run(pending, folder, place, workers, ray, gpus, progress)
@@ -133,16 +133,21 @@ def _pending(
     progress.total, progress.done = expansion.total, len(ended)
     progress.failed = sum(found.error is not None for found in ended)
     pending = [job for job in expansion.jobs if folder.outcome(job) is None]
+    kept = [job for job in _chosen(expansion.jobs, chosen) if folder.outcome(job) is None]
+    progress.total -= len(pending) - len(kept)
+    return kept
+
+
+def _chosen(jobs: Sequence[Job], chosen: Mapping[str, Any]) -> Sequence[Job]:
+    """Those with the settings of `--only`."""
     if not chosen:
-        return pending
-    known = {name for job in expansion.jobs for name in (*job.settings, *NEUTRAL, "kind")}
+        return jobs
+    known = {name for job in jobs for name in (*job.settings, *NEUTRAL, "kind")}
     if missing := [name for name in chosen if name not in known]:
         raise InputError(
             f"--only {missing[0]}: no run has such a setting", hint=", ".join(sorted(known))
         )
-    kept = [j for j in pending if matches(chosen, {**NEUTRAL, **j.settings, "kind": j.kind})]
-    progress.total -= len(pending) - len(kept)
-    return kept
+    return [j for j in jobs if matches(chosen, {**NEUTRAL, **j.settings, "kind": j.kind})]
 
 
 def _run(

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..errors import InputError
 from .spec import Search, Study, Values
 from .statistics import Sample, sample
 
@@ -102,9 +103,8 @@ Score = Callable[[Job], float | None]
 
 def expand(study: Study, score: Score) -> Expansion:
     """The jobs up to the first search that has not ended, or all of them with the rows."""
-    points = [{**study.base, **point} for grid in study.grids for point in product(grid)]
-    by_text = {json.dumps(point, sort_keys=True, default=str): point for point in points}
-    settings = list(by_text.values())  # what two grids share is one row
+    points = _points(study)
+    settings = [point for point, _ in points]
     jobs: dict[str, Job] = {}
     choices: list[Choice] = []
     waiting = False
@@ -123,11 +123,17 @@ def expand(study: Study, score: Score) -> Expansion:
             jobs.update((job.name, job) for _, trials in candidates for job in trials)
             choices.append(_choose(search, where, candidates, score))
         waiting = waiting or any(score(job) is None for job in jobs.values())
-    rows = [_row(study, point, {} if waiting else _apply(point, choices)) for point in settings]
+    rows = [
+        _row(study, point, {} if waiting else _apply(point, choices), seeds)
+        for point, seeds in points
+    ]
     row_jobs = {job.name: job for row in rows for job in row.jobs}
     total = len({**jobs, **row_jobs}) + later
     if waiting:
         return Expansion(tuple(jobs.values()), (), tuple(choices), total)
+    baseline = study.baseline
+    if baseline is not None and not any(matches(baseline, row.settings) for row in rows):
+        raise InputError(f"no row is the baseline {dict(baseline)}", hint="add it to a [[grid]]")
     return Expansion(tuple({**jobs, **row_jobs}.values()), tuple(rows), tuple(choices), total)
 
 
@@ -164,6 +170,28 @@ def _where(search: Search, point: Mapping[str, Any]) -> Values:
     return {name: point[name] for name in search.per if name in point}
 
 
+def _points(study: Study) -> list[tuple[Values, list[int]]]:
+    """A row's settings and its seeds; what two grids share is one row."""
+    found: dict[str, tuple[Values, dict[int, None]]] = {}
+    for grid in study.grids:
+        seeds = {**study.base, **grid}.get("seed", study.seeds)
+        for point in product({**grid, "seed": None}):
+            whole = {n: v for n, v in {**study.base, **point}.items() if n != "seed"}
+            text = json.dumps(_told_once(whole), sort_keys=True, default=str)
+            row = found.setdefault(text, (whole, {}))
+            row[1].update(dict.fromkeys([seeds] if isinstance(seeds, int) else seeds))
+    return [(point, list(seeds)) for point, seeds in found.values()]
+
+
+def _told_once(value: Any) -> Any:
+    """1 for 1.0."""
+    if isinstance(value, Mapping):
+        return {name: _told_once(held) for name, held in value.items()}
+    if isinstance(value, list):
+        return [_told_once(held) for held in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 def _trials(settings: Values, seeds: Sequence[int]) -> tuple[Job, ...]:
     if "seed" in settings:
         return (Job("train", settings),)
@@ -192,7 +220,7 @@ def _apply(point: Mapping[str, Any], choices: Iterable[Choice]) -> Values:
     return found
 
 
-def _row(study: Study, point: Values, chosen: Values) -> RowJobs:
+def _row(study: Study, point: Values, chosen: Values, seeds: Sequence[int]) -> RowJobs:
     given = _trainable(point)
     trained = {**given, **{name: v for name, v in chosen.items() if name not in given}}
     real = point.get("stands_for", {})
@@ -201,12 +229,12 @@ def _row(study: Study, point: Values, chosen: Values) -> RowJobs:
     shown = {n: v for n, v in counted.items() if n not in off} | point.get("labels", {})
     if study.kind == "profile":
         return RowJobs(shown, {}, (), Job("profile", counted), None)
-    memory = {n: v for n, v in counted.items() if n not in ("seed", "lr", "epochs", "eval_every")}
+    memory = {n: v for n, v in counted.items() if n not in ("lr", "epochs", "eval_every")}
     flags = not {"plan", "budget"} & counted.keys()  # else the runs themselves say what they count
     return RowJobs(
-        settings={n: v for n, v in shown.items() if n != "seed"},
+        settings=shown,
         trained={n: trained.get(n) for n in real},
-        trials=_trials(trained, study.seeds),
+        trials=_trials(trained, seeds),
         profile=Job("profile", memory) if study.profile and flags else None,
         measure=Job("measure", memory) if real and study.measure else None,
     )

@@ -8,12 +8,12 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from ..progress import asked_to_end
 from .execute import LOG, Place, execute, fail, outcome
 from .expand import Job
 
@@ -53,7 +53,7 @@ def run(
     context.set_forkserver_preload(PRELOADED)
     waiting = [(job, 1) for job in reversed(jobs)]
     running: dict[int, tuple[Any, Connection, Job, int]] = {}
-    with _signals() as asked:
+    with asked_to_end() as asked:
         while (waiting and not asked) or running:
             while waiting and len(running) < workers and not asked:
                 job, attempt = waiting.pop()
@@ -119,19 +119,3 @@ def _why(status: int | None, attempts: int) -> str:
     if status is not None and status < 0:
         return f"killed by {signal.Signals(-status).name}, {attempts} times"
     return f"its process ended with status {status}, {attempts} times; see {LOG}"
-
-
-@contextmanager
-def _signals() -> Iterator[list[int]]:
-    """A list that gets the signal that asks to end."""
-    asked: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield asked
-        return
-    numbers = (signal.SIGTERM, signal.SIGINT)
-    before = {n: signal.signal(n, lambda number, _: asked.append(number)) for n in numbers}
-    try:
-        yield asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -24,8 +24,8 @@ METRICS = ("accuracy", "bleu", "loss", "train_loss", "learning_rate")
 """Of evaluations, as curves."""
 
 
-def page(results: Results, made: Sequence[Table] | None = None) -> str:
-    """The page of a study's results."""
+def page(results: Results, made: Sequence[Table] | None = None, runs: str = "../runs") -> str:
+    """The page of a study's results; `runs` is the folder of its runs, seen from the page."""
     study = results.study
     scored = any("score" in row.quantities for row in results.rows)
     data = _data(results)
@@ -37,7 +37,7 @@ def page(results: Results, made: Sequence[Table] | None = None) -> str:
         _timeline() if data["profiles"] else "",
         _curves(data) if data["curves"] else "",
         _agreement(results),
-        _runs(results),
+        _runs(results, runs),
     ]
     return _document(study.title, "\n".join(part for part in parts if part), data)
 
@@ -307,13 +307,13 @@ def _agreement(results: Results) -> str:
     )
 
 
-def _runs(results: Results) -> str:
+def _runs(results: Results, folder: str) -> str:
     """Every run with what it was given and where its records lie."""
     heads = ["run", results.study.score, "peak (MB)", "seconds", "revision", "settings"]
     lines = [_box("every run", "scroll tall", "runs"), _cells(heads, "th")]
     for name, run in results.outcomes.items():
         settings = ", ".join(f"{n} {v}" for n, v in run.job.settings.items() if n != "model")
-        at = quote(normpath(f"../{results.place}/{name}/{FILE}"))
+        at = quote(normpath(f"{folder}/{name}/{FILE}"))
         first = f'<td><a href="{at}">{escape(name)}</a></td>'
         if run.error is not None:
             rest = _cells(["failed", "", "", "", f"{run.error} ({settings})"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,13 +69,14 @@ def report(
     results = load_results(folder)
     budget_bytes = None if budget is None else parse_size(budget)
     made = tables(results)
+    where = Path(out or Path(folder) / "report")
+    runs = Path(os.path.relpath(Path(folder) / results.place, where)).as_posix()
     contents: dict[str, bytes] = {
         "tables.md": "\n".join(table.markdown() for table in made).encode(),
         "tables.tex": "\n".join(table.latex() for table in made).encode(),
         **figures(results),
-        "index.html": page(results, made).encode(),
+        "index.html": page(results, made, runs).encode(),
     }
-    where = Path(out or Path(folder) / "report")
     try:
         where.mkdir(parents=True, exist_ok=True)
         for name, content in contents.items():

@@ -214,9 +214,7 @@ def _relative(rows: Sequence[Row], baseline: Mapping[str, Any] | None) -> list[R
     """Reductions and losses, relative to the first row that has the baseline's settings."""
     if baseline is None or not rows:  # none before every search has ended
         return list(rows)
-    base = next((row for row in rows if matches(baseline, row.settings)), None)
-    if base is None:
-        raise InputError(f"no row is the baseline {dict(baseline)}", hint="add it to a [[grid]]")
+    base = next(row for row in rows if matches(baseline, row.settings))
     made = []
     for row in rows:
         more: dict[str, float] = {}

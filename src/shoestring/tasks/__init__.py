@@ -87,6 +87,10 @@ def _text_folder(name: str, folder: str | Path | None) -> Path:
     """A folder named itself, or one of a known name in the folder of all data."""
     if Path(name).is_dir() and (name not in TEXTS or folder is None):
         return Path(name)
+    if name in NAMES and name not in TEXTS:
+        raise InputError(
+            f"{name} is no text", hint="one of " + ", ".join(TEXTS) + ", or a folder of text"
+        )
     if name not in TEXTS:
         raise InputError(
             f"no data is called {name!r}, and it is no folder",

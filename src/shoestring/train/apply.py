@@ -348,10 +348,16 @@ def _ranks(parallel: str | Parallel, plan: Plan) -> Ranks | None:
 
 
 def _weighted(loss: torch.Tensor, weight: float | torch.Tensor | None) -> torch.Tensor:
-    """A part's loss in the loss of its minibatch; of a part that has no unit, 0/0, nothing."""
+    """A part's loss in the loss of its minibatch; of a part that has no unit, 0/0, nothing.
+
+    A weight on the CPU beside a loss elsewhere is a number to its kernel, and known not to be zero.
+    """
+    if weight is None:
+        return loss
     if not isinstance(weight, torch.Tensor):
-        return loss if weight is None else loss * weight
-    return (loss * weight.to(loss.dtype)).masked_fill(weight == 0, 0)
+        return loss * weight
+    weighted = loss * weight.to(loss.dtype)
+    return weighted.masked_fill(weight == 0, 0) if weight.device == loss.device else weighted
 
 
 def _whole(batch: Any) -> Iterator[tuple[Any, Any]]:

@@ -213,11 +213,19 @@ def _settings(call: Call, task: ImageTask | TextTask, device: torch.device) -> A
             f"--{given[0].replace('_', '-')} is for translation, and {call.data} is images",
             hint="--epochs says how long to train on images" if given[0] == "updates" else None,
         )
-    last = device.type == "cuda" if call.channels_last is None else call.channels_last
     images = settings_for(
-        call.model, call.data, images=len(task.images), channels_last=last, **shared
-    )
+        call.model, call.data, images=len(task.images), channels_last=_layout(call, device),
+        **shared,
+    )  # fmt: skip
     return replace(images, plan=images.plan.changed(call.changes))
+
+
+def _layout(call: Call, device: torch.device) -> bool:
+    """Whether channels lie last: as asked, as the run that is resumed has it, or as suits."""
+    if call.channels_last is not None:
+        return call.channels_last
+    before = (_began(call) or {}).get("settings", {})
+    return bool(before.get("channels_last", device.type == "cuda"))
 
 
 def _say_remarks(task: TextTask) -> None:
@@ -240,6 +248,11 @@ def _check_one_plan(call: Call) -> None:
         raise InputError(
             f"--{ways[0]} and --{ways[1]} are both given",
             hint="a plan comes from a file, from a budget, or from technique flags",
+        )
+    if call.budget and call.changes:
+        raise InputError(
+            f"--set {next(iter(call.changes))} would change the plan of --budget",
+            hint="`shoestring plan … --out FILE` writes it; then --plan FILE with --set",
         )
     if call.allow is not None and call.budget is None:
         raise InputError("--allow says what a budget may cost", hint="add --budget '13 MB'")
@@ -272,19 +285,25 @@ def _budget(call: Call) -> dict[str, Any] | None:
 
 def _planned_before(call: Call) -> Plan | None:
     """Of the run that is resumed: a planner that got better must not change it."""
-    if not call.resume or call.out is None or not (Path(call.out) / FILE).exists():
-        return None
-    starts = [event for event in read(call.out, whole=False) if event["event"] == "start"]
-    if not starts:
+    start = _began(call)
+    if start is None:
         return None
     wanted = _budget(call)
-    held = starts[0].get("budget", wanted)  # records of earlier versions do not say
+    held = start.get("budget", wanted)  # records of earlier versions do not say
     if held != wanted:
         raise InputError(
             f"the run has {_told(held)}, not {_told(wanted)}",
             hint="resume with the settings it began with, or start in another folder",
         )
-    return Plan.from_dict(starts[0]["settings"]["plan"])
+    return Plan.from_dict(start["settings"]["plan"])
+
+
+def _began(call: Call) -> dict[str, Any] | None:
+    """The first event of the run that is resumed."""
+    if not call.resume or call.out is None or not (Path(call.out) / FILE).exists():
+        return None
+    events = read(call.out, whole=False)
+    return next((event for event in events if event["event"] == "start"), None)
 
 
 def _told(budget: dict[str, Any] | None) -> str:

@@ -8,12 +8,12 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
 
 from ..errors import TrainingStopped
+from ..progress import asked_to_end
 from ..records.run import FILE, Event, Records, Unwritten, provenance, read
 from ..tasks import ImageTask, TextTask
 from ..tasks.images import DEVICE_LIMIT_BYTES
@@ -73,7 +73,7 @@ def train(
             _records(folder, trainer, state, budget) as records,
             Board(folder, tensorboard and rank() == 0) as board,
             Display(trainer) as display,
-            _signals() as asked,
+            asked_to_end() as asked,
         ):
             while trainer.done < last:
                 trainer.advance()
@@ -198,22 +198,6 @@ def _finish(trainer: Trainer, records: Records, folder: Path) -> Event:
         return {"event": "stopped", "folder": str(folder), **measured}
     end = records.write("end", **measured, **trainer.finish(folder))
     return {**end, "folder": str(folder)}
-
-
-@contextmanager
-def _signals() -> Iterator[list[int]]:
-    """A list that gets the number of a signal to end: the step under way is finished first."""
-    asked: list[int] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        asked.append(number)
-
-    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _agreed(number: int, trainer: Trainer) -> int:

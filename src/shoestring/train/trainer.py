@@ -191,10 +191,12 @@ class Trainer:
             torch.cuda.reset_peak_memory_stats()
         model = self.step.model
         average_statistics(model)
+        training = [(module, module.training) for module in model.modules()]
         model.eval()
         with torch.no_grad():
             found = self.job.evaluate(model)
-        model.train()
+        for module, was in training:  # some are frozen
+            module.training = was
         self.score = found[self.job.score]
         if self.best_score is None or self._better(self.score, self.best_score):
             self.best_score, self.best_epoch = self.score, self.epoch
