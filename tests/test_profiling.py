@@ -189,12 +189,31 @@ def test_the_device_accounting_is_of_the_plain_step(technique: Any) -> None:
     assert "fundamental" in str(caught.value.hint)
 
 
+def test_batch_norm_that_counts_its_batches() -> None:
+    """It reads the count on the host, which changes no byte."""
+    sizes = []
+    for momentum in (0.1, None):
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, momentum=momentum))
+        batch = torch.randn(2, 3, 8, 8)
+        made = ss.profile(model, batch, loss=lambda m, b: m(b).mean(), accounting="device")
+        sizes.append(made.peak_bytes)
+        assert model[1].momentum == momentum
+    assert sizes[0] == sizes[1]
+
+
+def with_lbfgs(model: nn.Module) -> ss.MemoryProfile:
+    optimizer = torch.optim.LBFGS(model.parameters())
+    return ss.profile(model, small_batch(), loss=loss, optimizer=optimizer)
+
+
 def test_mistakes_are_value_errors_with_a_way_out() -> None:
     for wrong in (
         lambda: predict(accounting="real"),
         lambda: predict(device="tpu"),
         lambda: predict(accounting="fundamental", device="cuda"),
         lambda: predict(techniques=[ss.Microbatching(3)]),
+        lambda: ss.profile(nn.LazyLinear(4), torch.randn(2, 3), loss=lambda m, b: m(b).mean()),
+        lambda: with_lbfgs(small_model()),
         lambda: ss.Sparsity(0.0),
         lambda: ss.Precision("fp8"),
         lambda: ss.Checkpointing("sqrt"),

@@ -185,6 +185,7 @@ BY_ARGUMENT: dict[str, tuple[Callable[..., Any], dict[str, Tensor]]] = {
         {"self": numbers(2, 3, 5), "batch1": numbers(2, 3, 4), "batch2": numbers(2, 4, 5)},
     ),
     "dot": (aten.dot, {"self": V, "tensor": numbers(4, seed=1)}),
+    "vdot": (aten.vdot, {"self": V, "other": numbers(4, seed=1)}),
     "mv": (aten.mv, {"self": M, "vec": V}),
     "linear": (aten.linear, {"input": M, "weight": numbers(5, 4), "bias": numbers(5)}),
     "convolution": (

@@ -15,7 +15,7 @@ import shoestring as ss
 from shoestring.errors import BudgetError, InputError
 from shoestring.memory.model import memory_profile
 from shoestring.planning.cost import NOMINAL, costs_of
-from shoestring.planning.result import LOSSLESS, NEAR, format_seconds
+from shoestring.planning.result import LOSSLESS, LOSSY, NEAR, format_seconds
 from shoestring.planning.search import Candidate
 from shoestring.planning.settings import Setting
 from shoestring.planning.stages import Work
@@ -337,3 +337,77 @@ def test_what_a_hint_names_can_be_had() -> None:
     assert [name for name, _ in hints] == ["precision", "sparsity"]
     for allow, size in hints:
         Planner(model, batch, allow=allow, **step).plan(parse_size(size))
+
+
+class Prefixed(nn.Module):
+    """A token in front: its gradient is a slice of all tokens' and keeps them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.zeros(1, 1, 16))
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.cat([self.token.expand(len(x), -1, -1), x], 1)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x[:, 0])
+
+
+def cross_entropy(model: nn.Module, batch: Any) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def test_a_gradient_that_is_part_of_a_larger_tensor_is_predicted() -> None:
+    torch.manual_seed(0)
+    model, batch = Prefixed(), (torch.randn(4, 512, 16), torch.randint(10, (4,)))
+    given: dict[str, Any] = {"loss": cross_entropy, "optimizer": sgd(model)}
+    least = Planner(model, batch, allow="lossless", costs=COSTS, **given).smallest_bytes()
+    plan = ss.plan(model, batch, budget=least, allow="lossless", **given)
+    found = ss.apply(plan, model, given["optimizer"], loss=cross_entropy)
+    found(batch)
+    assert plan.microbatching is not None
+    assert found.measure(batch).peak_bytes <= least
+
+
+class Spectral(nn.Module):
+    """Its forward pass moves a buffer, by which it divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.utils.parametrizations.spectral_norm(nn.Linear(32, 32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.relu(self.linear(x))
+
+
+def spectral() -> nn.Module:
+    return nn.Sequential(*(Spectral() for _ in range(4)), nn.Flatten(), nn.Linear(256, 10))
+
+
+def instances() -> nn.Module:
+    """Statistics that move with every microbatch, and may be run again."""
+    blocks = [nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(4)]
+    norm = nn.InstanceNorm1d(8, track_running_stats=True)
+    return nn.Sequential(norm, *blocks, nn.Flatten(), nn.Linear(256, 10))
+
+
+@pytest.mark.parametrize("accounting", ["device", "fundamental"])
+@pytest.mark.parametrize("build", [spectral, instances])
+def test_what_writes_to_a_buffer_makes_a_lossy_plan(build: Any, accounting: str) -> None:
+    torch.manual_seed(0)
+    model, batch = build(), (torch.randn(64, 8, 32), torch.randint(10, (64,)))
+    given: dict[str, Any] = {"loss": cross_entropy, "optimizer": sgd(model)}
+    plain = ss.profile(model, batch, accounting=accounting, **given).peak_bytes
+    given["accounting"] = accounting
+    for share in (0.5, 0.7, 0.9):
+        try:
+            plan = ss.plan(model, batch, budget=int(plain * share), allow="lossless", **given)
+        except BudgetError:
+            continue
+        assert plan.microbatching is None
+        compared = {"loss": cross_entropy, "optimizer": given["optimizer"], "steps": 2}
+        assert ss.verify(plan, model, [batch], **compared).ok
+    lossy = ss.plan(model, batch, budget=int(plain * 0.4), allow="bn-microbatch", **given)
+    assert "microbatching" in {choice.part for choice in lossy.choices if choice.kind == LOSSY}

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import shoestring as ss
-from shoestring.errors import InputError, NoEffectWarning, VerificationError
+from shoestring.errors import InputError, NoEffectWarning, TraceError, VerificationError
 from shoestring.planning.plan import Plan
 from shoestring.techniques import Checkpointing, Microbatching, Precision, Sparsity, Technique
 from shoestring.techniques.base import Setup
@@ -184,6 +184,45 @@ class Broken(Checkpointing):
             )
 
         return forward
+
+
+class Reads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.linear(x)
+        return made * 2 if made.abs().max().item() > 100 else made
+
+
+def test_a_model_that_reads_a_value_is_named() -> None:
+    model = Reads()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(TraceError, match="the model reads the value of a tensor"):
+        verify(
+            [Microbatching(2)],
+            model,
+            [torch.randn(4, 4)],
+            loss=lambda m, b: m(b).mean(),
+            optimizer=optimizer,
+        )
+
+
+def test_caches_of_keys_do_not_tell_plain_and_planned_apart() -> None:
+    """With one, T5 adds in another order; blocks that run again have none."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.T5Config(
+        vocab_size=100, d_model=32, d_kv=8, d_ff=64, num_layers=3, num_heads=4, dropout_rate=0.0,
+        decoder_start_token_id=0,
+    )  # fmt: skip
+    model = transformers.T5ForConditionalGeneration(config)
+    batch = {"input_ids": torch.randint(1, 100, (8, 16)), "labels": torch.randint(1, 100, (8, 12))}
+    given: dict[str, Any] = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "steps": 1}
+    plan = [Checkpointing("residual-1")]
+    assert verify(plan, model, [batch], loss=lambda m, b: m(**b).loss, **given).ok
+    assert config.use_cache
 
 
 def test_statistics_that_move_twice_are_caught() -> None:

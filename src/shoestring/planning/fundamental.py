@@ -18,6 +18,7 @@ from ..errors import InputError, UnknownOperationWarning
 from ..memory.fundamental import parameter_bytes
 from ..memory.model import MemoryProfile, memory_profile
 from ..techniques import Checkpointing
+from ..trace.blocks import runs_twice, writers
 from ..trace.capture import Loss, capture
 from ..trace.fakes import OptimizerLike
 from ..trace.graph import Trace
@@ -75,6 +76,11 @@ class FundamentalEstimates:
         """Whether density would change anything."""
         return any(p.sparsifiable for p in self._trace(None).parameters)
 
+    @property
+    def writers(self) -> frozenset[str]:
+        """Modules that change a buffer in the forward pass."""
+        return writers(self._trace(None))
+
     @cached_property
     def plain(self) -> Predicted:
         """The step without a plan."""
@@ -94,8 +100,10 @@ class FundamentalEstimates:
     def _ways(self) -> list[_Way]:
         """Those beside which none needs both less memory and less time."""
         chosen: list[Checkpointing | None] = [None]
-        chosen += [Checkpointing(name) for name in _STRATEGIES]
-        chosen += self._schedules()
+        if runs_twice(self._model, self.writers):
+            chosen += [*map(Checkpointing, _STRATEGIES), *self._schedules()]
+        else:  # no-bn runs no module again
+            chosen.append(Checkpointing("no-bn"))
         ways = []
         for checkpointing in chosen:
             try:

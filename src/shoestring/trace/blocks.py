@@ -8,15 +8,32 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from .graph import Phase, Trace
+from .graph import Phase, Role, Trace
 
 _NORM_TYPES = (nn.modules.batchnorm._BatchNorm,)
-_SCALING = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+_STATISTICS = nn.modules.batchnorm._NormBase
+_SCALING = (_STATISTICS, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
 def is_normalization(module: nn.Module) -> bool:
     """BatchNorm, which the report keeps in FP32 (Section 3.2)."""
     return isinstance(module, _NORM_TYPES)
+
+
+def writers(trace: Trace) -> frozenset[str]:
+    """Paths of modules that change a buffer in the forward pass: it counts how often they run."""
+    found: set[str] = set()
+    for op in trace.forward_ops:
+        for name, spec in op.inputs if op.mutates else ():
+            storage = trace.storages[trace.values[spec.value].storage]
+            if name in op.mutates and storage.role is Role.BUFFER:
+                found.add(op.module)
+    return frozenset(found)
+
+
+def runs_twice(model: nn.Module, writing: Iterable[str]) -> bool:
+    """Whether all that write can run again: statistics of normalisations stay as they are."""
+    return all(isinstance(model.get_submodule(path), _STATISTICS) for path in writing)
 
 
 def sparsifiable_names(model: nn.Module) -> frozenset[str]:

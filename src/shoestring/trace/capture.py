@@ -95,14 +95,16 @@ def user_code() -> Iterator[None]:
 
 
 @contextmanager
-def named_failures(recorder: Recorder) -> Iterator[None]:
+def named_failures(recorder: Recorder | None = None) -> Iterator[None]:
     """Tell what fake tensors cannot do from what the user's own code did wrong."""
     try:
         with user_code():
             yield
     except InputError as error:
         cause = error.__cause__
-        where = recorder.failed_in or ("the loss" if recorder.failed_in is None else "the model")
+        where = "the model"
+        if recorder is not None:
+            where = recorder.failed_in or ("the loss" if recorder.failed_in is None else where)
         if isinstance(cause, (DataDependentOutputException, DynamicOutputShapeException)):
             raise TraceError(
                 f"{where} reads the value of a tensor ({cause.func}), "

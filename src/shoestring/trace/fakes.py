@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import random
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from ..errors import InputError, TraceError
 from .batches import map_tensors, tensors_of
@@ -51,6 +53,10 @@ def _fakes(tensors: Iterable[torch.Tensor], mode: FakeTensorMode) -> dict[int, t
     """A fake for each tensor, by its id; those that share a storage go on sharing it."""
     groups: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
     for tensor in {id(t): t for t in tensors}.values():
+        if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
+            raise InputError(
+                "a lazy layer has no shape yet", hint="run the model on one batch before"
+            )
         if tensor.layout is not torch.strided:
             raise InputError(
                 f"no accounting for {tensor.layout} tensors", hint="convert them with .to_dense()"
@@ -95,12 +101,16 @@ def fake_model(model: nn.Module, mode: FakeTensorMode) -> tuple[nn.Module, dict[
         twin = nn.Parameter(memo[id(parameter)], requires_grad=parameter.requires_grad)
         mapping[id(parameter)] = memo[id(parameter)] = twin
     try:
-        return copy.deepcopy(model, memo), mapping
+        made = copy.deepcopy(model, memo)
     except Exception as error:
         raise TraceError(
             f"the model could not be copied for tracing: {error}",
             hint="make it deep-copyable, or build it inside the factory given on the command line",
         ) from error
+    for module in made.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.momentum is None:
+            module.momentum = 0.1  # else it reads its count, which is no number here
+    return made, mapping
 
 
 def make_optimizer(
@@ -150,11 +160,20 @@ def _early_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """An object with parameters; not its class, nor a name where one has to be there."""
+    """An object with parameters; not its class, nor a name where one has to be there.
+
+    And one that takes a step from one gradient.
+    """
     if not hasattr(optimizer, "param_groups"):
         raise InputError(
             f"{optimizer!r} is no optimizer",
             hint="build one, such as torch.optim.SGD(model.parameters(), lr=0.1)",
+        )
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise InputError(
+            f"{type(optimizer).__name__} runs the loss by itself, several times a step",
+            hint="use SGD, Adam or another optimizer of one gradient",
         )
 
 

@@ -183,6 +183,7 @@ RULES: dict[str, Rule] = {
     "addmm": _pair("mat1", "mat2", _PRODUCT),
     "baddbmm": _pair("batch1", "batch2", _PRODUCT),
     "dot": _pair("self", "tensor", _PRODUCT),
+    "vdot": _pair("self", "other", _PRODUCT),
     "mv": _pair("self", "vec", _PRODUCT),
     "linear": _pair("input", "weight", _PRODUCT),
     "convolution": _pair("input", "weight", _PRODUCT),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -265,12 +264,6 @@ def apply(
         raise InputError(
             "the optimizer holds none of the model's parameters: the model would not train",
             hint="build the optimizer from model.parameters()",
-        )
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise InputError(
-            f"{type(optimizer).__name__} runs the loss by itself, several times a step",
-            hint="use SGD, Adam or another optimizer of one gradient",
         )
     chosen = plan if isinstance(plan, Plan) else Plan.of(plan)
     setup = Setup(

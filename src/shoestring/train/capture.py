@@ -70,11 +70,12 @@ def capture_step(
             examples = examples_of(data) if size is not None else None
             if size is not None and examples is not None and size < examples:
                 data = cut(data, 0, size)
-                _leave_gradients(step, trained)
-            elif not passes:
-                _leave_gradients(step, trained)
-            if passes and step._setup.first_run_differs:
+                if passes:  # gradients as they are: one may be a part of a larger tensor
+                    step._setup.backward(step._setup.run(data))
+            elif passes and step._setup.first_run_differs:
                 step._setup.run(data)
+            if not passes:
+                _leave_gradients(step, trained)
             if watch is not None:
                 watch(twin, recorder)
             with _only_new_garbage(), recorder:  # not following functions: techniques have hooks

@@ -26,6 +26,7 @@ from ..planning.settings import DENSITIES, Scales, Setting, adapted
 from ..planning.stages import Chain, Schedule, Work
 from ..techniques import Checkpointing
 from ..techniques.precision.update import ELEMENTWISE, kernels_know
+from ..trace.blocks import runs_twice, writers
 from ..trace.capture import Loss
 from ..trace.fakes import OptimizerLike, make_optimizer
 from ..trace.graph import Phase, Role, Trace
@@ -35,7 +36,7 @@ from .residents import Update, between, halved, largest, traced_update
 from .staged import resident_bytes, work_of
 
 _NAMED = ("no-bn", "every-2", "every-4", "every-8", "every-16", "every-32")
-"""Ways to checkpoint a model without repeated blocks."""
+"""Ways to checkpoint a model without repeated blocks; the first runs no module again."""
 _AROUND = (0.85, 1.15)
 DEEPEST = 32
 """Regions within regions: running each again takes a dozen of Python's 1,000 frames, or more."""
@@ -89,6 +90,11 @@ class DeviceEstimates:
                 raise
             self._chain = None  # no repeated blocks
         assert self._trace is not None
+        self.writers: frozenset[str] = writers(self._trace)
+        """Modules that change a buffer in the forward pass."""
+        self._named: tuple[str, ...] = _NAMED
+        if not runs_twice(model, self.writers):
+            self._chain, self._named = None, _NAMED[:1]
         self._kept_passes: Work = _passes(self._trace)
         """Of blocks that are wrapped and keep everything."""
         self._wrapped_differs: bool = any(
@@ -269,7 +275,7 @@ class DeviceEstimates:
     def _ways(self) -> list[_Way]:
         assert self._trace is not None
         ways = [self._way(None, self._trace)]
-        for name in _NAMED:
+        for name in self._named:
             chosen = Checkpointing(name)
             try:
                 way = self._way(chosen, self._capture(Plan(checkpointing=chosen)))

@@ -15,7 +15,7 @@ from ..memory.measure import Measurement
 from ..passes import memory_alone
 from ..planning.plan import Plan
 from ..techniques.base import Technique
-from ..trace.capture import Loss, user_code
+from ..trace.capture import Loss, named_failures
 from ..trace.fakes import fake_batch, fake_model, make_optimizer, same_random_streams
 from ..trace.outside import Outside
 from .apply import apply
@@ -50,7 +50,7 @@ def predict_step(
         data = fake_batch(batch, mode)
         twin_optimizer = make_optimizer(optimizer, twin, mapping)
         assert twin_optimizer is not None
-        with user_code(), mode, Outside(mode), memory_alone():
+        with named_failures(), mode, Outside(mode), memory_alone():
             step = apply(chosen, twin, twin_optimizer, loss=loss)
             step.measure(data)  # makes the state; not step(data), which cannot read step counts
             return step.measure(data)

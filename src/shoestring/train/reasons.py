@@ -38,7 +38,8 @@ def choices(
         rest = 0 if examples is None else examples % setting.microbatch
         shown = f"{setting.parts - bool(rest)} × {setting.microbatch}" + f" + {rest}" * bool(rest)
         if batch_norm:
-            why = f"BatchNorm sees {setting.microbatch} examples at a time; {needed}"
+            seen = f"{setting.microbatch} examples at a time"
+            why = f"statistics, as BatchNorm has them, are of {seen}; {needed}"
             made.append(Choice("microbatching", shown, LOSSY, why))
         else:
             why = "gradients add up to the same, if the loss is a mean; dropout draws other masks"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
@@ -17,6 +17,7 @@ from ..errors import InputError, NoEffectWarning
 from ..memory.measure import measure, training_step
 from ..planning.plan import Plan
 from ..techniques.base import Technique
+from ..techniques.checkpointing.caches import caches_off
 from ..techniques.microbatching.split import examples_of
 from ..techniques.precision.blocks import block_elements, cut
 from ..techniques.precision.moments import SQUARES, SUFFIX, power_of_two
@@ -69,7 +70,8 @@ def verify(
     chosen = Plan.of(plan.techniques if isinstance(plan, Plan) else plan)  # without a budget
     check_optimizer(optimizer)
     data = _batches(batches, steps)
-    with rewound_streams() as rewind, ExitStack() as trained:
+    compared = nullcontext() if chosen.checkpointing is None else caches_off(model)
+    with rewound_streams() as rewind, compared, ExitStack() as trained:
         trained.enter_context(whole_fp32())
         plain = _Plain(model, optimizer, loss)
         expected = plain.train(data)

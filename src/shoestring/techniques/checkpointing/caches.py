@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,14 +20,19 @@ def without_caches(model: nn.Module, run: Run) -> Run:
 
     A layer would append to the cache in its first pass and again in its second.
     """
-    configs = {id(c): c for m in model.modules() if _caching(c := getattr(m, "config", None))}
+    configs = _caching(model)
 
     def plain(batch: Any) -> torch.Tensor:
         traced = isinstance(next(model.parameters(), None), FakeTensor)
-        with _switched_off(list(configs.values())), _one_sequence() if traced else nullcontext():
+        with _switched_off(configs), _one_sequence() if traced else nullcontext():
             return run(batch)
 
     return plain if configs else run
+
+
+def caches_off(model: nn.Module) -> AbstractContextManager[None]:
+    """For steps that are compared with such a run: with a cache some add in another order."""
+    return _switched_off(_caching(model))
 
 
 def refuse_caches(leaves: list[Any]) -> None:
@@ -39,8 +44,9 @@ def refuse_caches(leaves: list[Any]) -> None:
         )
 
 
-def _caching(config: Any) -> bool:
-    return bool(getattr(config, "use_cache", False))
+def _caching(model: nn.Module) -> list[Any]:
+    configs = [getattr(module, "config", None) for module in model.modules()]
+    return list({id(c): c for c in configs if getattr(c, "use_cache", False)}.values())
 
 
 @contextmanager
