@@ -78,7 +78,7 @@ class FundamentalEstimates:
 
     @property
     def writers(self) -> frozenset[str]:
-        """Modules that change a buffer in the forward pass."""
+        """Modules whose buffers change in the forward pass."""
         return writers(self._trace(None))
 
     @cached_property

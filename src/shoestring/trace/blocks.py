@@ -21,13 +21,13 @@ def is_normalization(module: nn.Module) -> bool:
 
 
 def writers(trace: Trace) -> frozenset[str]:
-    """Paths of modules that change a buffer in the forward pass: it counts how often they run."""
+    """Paths of modules whose buffers change in the forward pass: how often they run counts."""
     found: set[str] = set()
     for op in trace.forward_ops:
         for name, spec in op.inputs if op.mutates else ():
             storage = trace.storages[trace.values[spec.value].storage]
             if name in op.mutates and storage.role is Role.BUFFER:
-                found.add(op.module)
+                found.add(storage.module)
     return frozenset(found)
 
 

@@ -91,7 +91,7 @@ class DeviceEstimates:
             self._chain = None  # no repeated blocks
         assert self._trace is not None
         self.writers: frozenset[str] = writers(self._trace)
-        """Modules that change a buffer in the forward pass."""
+        """Modules whose buffers change in the forward pass."""
         self._named: tuple[str, ...] = _NAMED
         if not runs_twice(model, self.writers):
             self._chain, self._named = None, _NAMED[:1]
