@@ -164,7 +164,7 @@ def check_optimizer(optimizer: Any) -> None:
 
     And one that takes a step from one gradient.
     """
-    if not hasattr(optimizer, "param_groups"):
+    if not hasattr(optimizer, "param_groups") or not hasattr(type(optimizer), "step"):
         raise InputError(
             f"{optimizer!r} is no optimizer",
             hint="build one, such as torch.optim.SGD(model.parameters(), lr=0.1)",

@@ -126,7 +126,8 @@ class Planner:
             known = costs or costs_of(kind)
             self._narrow = known.narrow
             self.estimates = DeviceEstimates(model, batch, device=kind, costs=known, **common)
-        self.batch_norm = self.batch_norm or bool(self.estimates.writers)
+        if self.estimates.writers:  # other statistics are as BatchNorm's are to microbatches
+            self.batch_norm = True
 
     def plan(
         self, budget_bytes: int, among: Callable[[Setting], bool] = lambda setting: True
