@@ -299,8 +299,10 @@ def test_under_a_limit_of_the_kernel(how: str) -> None:
 def test_enforced_on_cuda() -> None:
     model, batch, loss = residual()
     model.cuda()
-    data = tuple(t.repeat(16, *[1] * (t.dim() - 1)).cuda() for t in batch)
+    # Large beside the allocator's segments of 20 MiB, of which it gives out whole ones.
+    data = tuple(t.repeat(256, *[1] * (t.dim() - 1)).cuda() for t in batch)
     plain = ss.measure(copy.deepcopy(model), data, loss=loss, optimizer="sgd").peak_bytes
+    torch.cuda.empty_cache()
     try:
         step = fit(
             model, data, loss=loss, optimizer=sgd(model), budget=int(0.9 * plain), enforce=True

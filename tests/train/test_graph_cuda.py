@@ -197,9 +197,23 @@ class DrawsOnHost(Language):
         return super().forward(tokens) * (0.5 if torch.rand(()) < 0.5 else 1.0)
 
 
+class FindsNoMemory(Language):
+    """The allocator's pool of a graph has segments of its own."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        if torch.cuda.is_current_stream_capturing():
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().forward(tokens)
+
+
 @pytest.mark.parametrize(
     ("kind", "said"),
-    [(Waits, "captur"), (Counts, "Counts changes its calls"), (DrawsOnHost, "on the host")],
+    [
+        (Waits, "captur"),
+        (Counts, "Counts changes its calls"),
+        (DrawsOnHost, "on the host"),
+        (FindsNoMemory, "out of memory"),
+    ],
 )
 def test_a_step_that_cannot_be_captured_stays_eager_and_right(kind: Any, said: str) -> None:
     data = batches([9] * 5)

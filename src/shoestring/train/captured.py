@@ -9,6 +9,7 @@ counted from where that stands; afterwards the stream stands where the eager ste
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -54,8 +55,11 @@ class CapturedStep:
         torch.cuda.reset_peak_memory_stats(device)
         stream = torch.cuda.current_stream(device)
         try:
-            with self._randomness.in_force(), torch.cuda.graph(self._graph, pool=pool):
-                self._loss = compute(self._batch)
+            with warnings.catch_warnings():
+                # Of one that broke off before its first kernel; the error says why.
+                warnings.filterwarnings("ignore", "The CUDA Graph is empty")
+                with self._randomness.in_force(), torch.cuda.graph(self._graph, pool=pool):
+                    self._loss = compute(self._batch)
         except BaseException:
             torch.cuda.set_stream(stream)
             _abandon(pool, device)
