@@ -10,6 +10,7 @@ from torch import nn
 
 from shoestring.techniques import Sparsity
 from shoestring.techniques.sparsity import REPORT_SCHEDULE, sparse_tensors
+from shoestring.techniques.sparsity import rewiring as rewirings
 from shoestring.techniques.sparsity.rewiring import is_due, shares
 from shoestring.techniques.sparsity.tensor import random_positions
 from shoestring.train.apply import apply
@@ -122,3 +123,27 @@ def test_the_threshold_doubles_and_halves() -> None:
         assert tensor.nonzeros == 500
         assert int((tensor.values == 0).sum()) == small
     assert rewiring.rewirings == 5
+
+
+def test_a_rewiring_runs_in_one_thread_and_leaves_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = nn.Sequential(nn.Linear(20, 20), nn.Linear(20, 20))
+    technique = Sparsity(0.5, schedule=((10, 1),))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    step = apply([technique], model, optimizer, loss=lambda model, x: model(x).square().mean())
+    seen: list[int] = []
+    move = rewirings._move
+
+    def watched(*arguments: Any) -> None:
+        seen.append(torch.get_num_threads())
+        move(*arguments)
+
+    monkeypatch.setattr(rewirings, "_move", watched)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        step(torch.randn(4, 20))
+        assert seen == [1, 1] and torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,13 +92,14 @@ class Rewiring:
         }
         values = _on_host([t.values.detach() for t in self.tensors])
         indices = _on_host([t.index for t in self.tensors])
-        dropped, grown = run[self.method](values)
-        for tensor, old, index, drop, grow in zip(
-            self.tensors, values, indices, dropped, grown, strict=True
-        ):
-            before = tensor.nonzeros
-            _move(tensor, old, index, drop, grow, self.generator)
-            tensor.reset_state(before)
+        with _one_thread():
+            dropped, grown = run[self.method](values)
+            for tensor, old, index, drop, grow in zip(
+                self.tensors, values, indices, dropped, grown, strict=True
+            ):
+                before = tensor.nonzeros
+                _move(tensor, old, index, drop, grow, self.generator)
+                tensor.reset_state(before)
         self.rewirings += 1
         self.rewired += sum(grown)
 
@@ -152,6 +154,17 @@ class Rewiring:
         self.generator.set_state(state["generator"])
         self.rewirings = int(state["rewirings"])
         self.rewired = int(state["rewired"])
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Threads take longer to meet than such short loops take; on a busy machine far longer."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _on_host(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
