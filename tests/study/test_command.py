@@ -103,6 +103,31 @@ def test_only_failures_that_are_retried_are_forgotten(tmp_path):
     assert (made.runs, made.failed, made.left) == (2, 1, 0)
 
 
+def test_a_search_by_a_score_that_no_run_has_ends_with_the_first(tmp_path):
+    file, out = tmp_path / "search.toml", tmp_path / "out"
+    search = "[[search]]\nover = {lr = [0.1, 0.2, 0.3]}"
+    file.write_text("profile = false\nscore = 'best_acuracy'\n" + ONE + search)
+    with pytest.raises(InputError, match="no run has the study's score, 'best_acuracy'"):
+        run_study(file, out, place=CPU)
+    assert len(list(out.glob("runs/*"))) <= 2, "the next one may have begun"
+    file.write_text("profile = false\n" + ONE + search)
+    assert run_study(file, out, resume=True, place=CPU).runs == 4
+
+
+def test_a_text_is_counted_as_it_is_trained(tmp_path):
+    """Its vocabularies and shapes are not those the model is counted with by itself."""
+    file, out = tmp_path / "text.toml", tmp_path / "out"
+    file.write_text(
+        "score = 'bleu'\n[base]\nmodel = 'dc-transformer-tiny'\ndata = 'number_words'\n"
+        "updates = 2\nmicrobatch = 200\ncheckpoint = 'residual-1'\nprecision = 'bf16'\n"
+    )
+    assert run_study(file, out, place=CPU).failed == 0
+    ends = {path.parent.name: read(path)[-1] for path in out.glob("runs/*/records.jsonl")}
+    (counted,) = (end["peak_bytes"] for name, end in ends.items() if "-profile-" in name)
+    (trained,) = (end["predicted"] for name, end in ends.items() if "-test-" in name)
+    assert counted == trained["fundamental_peak_bytes"]
+
+
 def test_a_failed_run_keeps_its_snapshot_and_goes_on_from_it(tmp_path):
     file, out = tmp_path / "one.toml", tmp_path / "out"
     file.write_text("profile = false\n" + ONE)
@@ -166,7 +191,10 @@ def test_a_part_of_a_study_now_and_the_rest_another_time(tmp_path):
     file.write_text("profile = false\nseeds = [0, 1]\n" + ONE + "[[grid]]\nlr = [0.1, 0.2]")
     with pytest.raises(InputError, match="--only depth: no run has such a setting"):
         run_study(file, out, only={"depth": 3}, place=CPU)
-    some = run_study(file, out, resume=True, only={"lr": 0.2, "density": 1}, place=CPU)
+    with pytest.raises(InputError, match=r"--only lr=0\.3: no run has it"):
+        run_study(file, out, only={"lr": [0.2, 0.3]}, place=CPU)
+    assert not out.exists()
+    some = run_study(file, out, only={"lr": 0.2, "density": 1}, place=CPU)
     assert (some.runs, some.left) == (2, 2)
     assert str(some).endswith("; 2 are still to be run")
     first = [read(f)[0]["settings"] for f in out.glob("runs/*")]

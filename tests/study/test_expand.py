@@ -7,7 +7,7 @@ import pytest
 
 from shoestring.cli import main
 from shoestring.errors import InputError
-from shoestring.study.expand import Job, expand
+from shoestring.study.expand import Job, expand, values_of
 from shoestring.study.spec import load
 
 BASE = """
@@ -109,6 +109,22 @@ def test_a_choice_is_for_its_combination_alone(study):
         }
 
 
+def test_a_choice_is_for_what_the_base_says_and_not_for_a_grid(study):
+    text = BASE + f"lr = 0.01\n{SEARCH}\n[[grid]]\ndensity = 0.5\n[[grid]]\nlr = 0.3\n"
+    rows = expand(study(text), lambda job: job.settings["lr"]).rows
+    assert [row.settings["lr"] for row in rows] == [0.2, 0.3]
+    assert [{s["lr"] for s in trained(row.trials)} for row in rows] == [{0.2}, {0.3}]
+
+
+def test_values_are_no_choice_before_all_trials_have_ended(study):
+    read = study(BASE + SEARCH)
+    first, *_ = expand(read, lambda job: None).jobs
+    (choice,) = expand(read, lambda job: 1.0 if job.name == first.name else None).choices
+    assert (choice.ended, choice.is_made) == (1, False)
+    (choice,) = expand(read, lambda job: math.nan).choices
+    assert (choice.ended, choice.is_made) == (4, True)
+
+
 def test_a_second_search_goes_on_with_what_was_chosen_for_the_base(study):
     text = BASE + "density = 0.5\n[[search]]\nper = ['density']\nover = {lr = [0.1, 0.2]}\n"
     read = study(text + "[[search]]\nover = {warmup = [1, 2]}\n")
@@ -138,6 +154,31 @@ def test_a_baseline_that_no_row_has_is_named_before_the_runs(study):
     read = study("baseline = {lr = 0.9}\n" + BASE + "[[grid]]\nlr = [0.1, 0.2]")
     with pytest.raises(InputError, match=r"no row is the baseline {'lr': 0.9}"):
         expand(read, lambda job: None)
+
+
+def test_a_wrong_baseline_is_named_before_a_search(study):
+    grid = "[[grid]]\ndensity = [1.0, 0.5]"
+    with pytest.raises(InputError, match=r"no row is the baseline {'density': 0.9}"):
+        expand(
+            study("baseline = {density = 0.9}\n" + BASE + SEARCH + "\n" + grid), lambda job: None
+        )
+    chosen = study("baseline = {lr = 0.9}\n" + BASE + SEARCH + "\n" + grid)
+    expand(chosen, lambda job: None)
+    with pytest.raises(InputError, match=r"no row is the baseline {'lr': 0.9}"):
+        expand(chosen, lambda job: 1.0)
+
+
+def test_what_is_not_said_is_not_used(study):
+    grids = "[[grid]]\nlr = 0.1\n[[grid]]\nlr = 0.1\nprecision = 'fp32'\ndensity = 1\n"
+    made = expand(study("baseline = {precision = 'fp32'}\n" + BASE + grids), lambda job: None)
+    assert len(made.rows) == 1
+
+
+def test_every_value_of_a_setting_is_known(study):
+    known = values_of(study(SEARCHED))
+    assert set(known["lr"]) == {0.1, 0.2} and set(known["split"]) == {"validation"}
+    assert set(known["sparsity.method"]) == {"dsr", "set"} and set(known["seed"]) == {0, 1}
+    assert set(known["density"]) == {1.0, 0.5} and set(known["epochs"]) == {3}
 
 
 def test_profiles_for_two_devices_are_two_runs(study):
@@ -183,6 +224,11 @@ def test_a_fast_equivalent_trains_one_thing_and_shows_another(study):
         ("[[target]]\nmax_scor = 1.0", r"\[\[target\]\] names 'scor', which is no quantity"),
         ("[[figure]]\nx = 'density'", "a figure needs a name"),
         ("[[figure]]\nname = 'a/b'", r"\[\[figure\]\] name 'a/b' is no name of a file"),
+        ("[[figure]]\nname = ' '", r"\[\[figure\]\] name ' ' is no name of a file"),
+        (2 * "[[figure]]\nname = 'a'\n", "two figures are called 'a'"),
+        ("[[grid]]\nsnapshot_every = [1, 2]", "snapshot_every has several values"),
+        ("seed = 5", r"\[base\] seed is beside trials or seeds"),
+        (f"{SEARCH}\n[[grid]]\nlr = 0.1", "over lr: every .* sets it"),
         ("[extra]", "a study has no setting 'extra'"),
         ("[grid]\ndensity = 0.5", "grid must be a list of tables, not {'density': 0.5}"),
         ("[[grid]]\nlabels = 'x'", r"\[\[grid\]\] labels must be a table, not 'x'"),
@@ -219,6 +265,9 @@ def test_what_a_file_cannot_say_is_named(study, text, message):
         ("columns = 3", "columns must be a list of texts, not 3"),
         ("columns = 'n'", "columns must be a list of texts, not 'n'"),
         ("name = 3", "name must be a text, not 3"),
+        ("name = '../x'\n" + BASE, "name '../x' is no name of a file"),
+        ("name = ''\n" + BASE, "name '' is no name of a file"),
+        ("grid = []\n" + BASE, "grid has no tables"),
         ("profile = 'no'", "profile must be true or false, not 'no'"),
     ],
 )

@@ -87,6 +87,21 @@ def test_translations_have_their_bleu(runs):
     assert results.study.score_label == "BLEU or accuracy (%)"
 
 
+def test_different_data_have_fronts_of_their_own(runs):
+    runs("small", 60.0, batch=10)
+    runs("large", 95.0)
+    runs("words", 4.0, data="multi30k", field="bleu")
+    for file in runs.folder.glob(f"*/{FILE}"):
+        text = file.read_text()
+        size = 9 if "large" in str(file) else 8
+        plan = json.dumps({"fundamental_peak_bytes": size})
+        file.write_text(text.replace('"predicted": {}', f'"predicted": {plan}'))
+    results = load_results(runs.folder)
+    assert [results.rows[i].score.mean for i in results.front] == [60.0, 95.0, 4.0]
+    with pytest.raises(InputError, match="no setting is the best for digits, multi30k together"):
+        report(runs.folder, budget="1 MB")
+
+
 def test_a_run_made_twice_is_one_trial(runs):
     for name, seed, score in (("a", 0, 90.0), ("b", 0, 90.0), ("c", 1, 92.0)):
         runs(name, score, seed=seed)

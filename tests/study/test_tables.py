@@ -36,6 +36,9 @@ def test_signs_that_mean_something_elsewhere():
     table = Table("t", "t", ("a",), (("x\\y^2~{1} < 3",), ("two\nlines | 1",)))
     assert r"x\textbackslash{}y\textasciicircum{}2\textasciitilde{}\{1\} $<$ 3 \\" in table.latex()
     assert "| two lines \\| 1 |" in table.markdown()
+    table = Table("t", "a <i>\nstudy", ("a",), (("*", "[1]"), ("[x]\n\ny", "*")))
+    assert "{}* & [1] \\\\\n{}[x] y & * \\\\\n" in table.latex()
+    assert table.markdown().startswith("## a &lt;i> study\n")
 
 
 @pytest.fixture
@@ -81,6 +84,42 @@ def test_a_score_that_no_run_has_is_named(ended, score, message):
     folder = ended(score, *2 * [{"best_accuracy": 90.0, "host": {}}])
     with pytest.raises(InputError, match=message):
         report(folder)
+
+
+def test_a_record_that_lacks_a_field_is_no_error(ended):
+    folder = ended("best_accuracy", {"best_accuracy": 90.0}, {"best_accuracy": 92.0})
+    study = folder / "study.toml"
+    study.write_text(study.read_text().replace("profile = false", "profile = true"))
+    for file in folder.glob(f"runs/*/{FILE}"):
+        file.write_text(file.read_text().replace('"seconds": 1.0, ', ""))
+    (row,) = expand(load(study), None).rows
+    old = folder / "runs" / row.profile.name
+    old.mkdir()
+    (old / FILE).write_text('{"event": "start"}\n{"event": "end", "peak_bytes": 8}\n')
+    made = report(folder)
+    (row,) = made.results.rows
+    assert f"Passed over: runs/{old.name} is a profile that lacks something." in made.text
+    assert row.quantities == {"n": 2, "failed": 0, "score": 91.0, "interval": 1.96} | {
+        "measured_bytes": 8
+    }
+
+
+def test_a_search_that_has_not_ended_has_chosen_nothing(ended):
+    folder = ended("best_accuracy", *2 * [{"best_accuracy": 90.0}])
+    study = folder / "study.toml"
+    search = "[[search]]\nper = ['density']\nover = {warmup = [1, 2]}\n"
+    two = "[[grid]]\nlr = 0.1\ndensity = [1.0, 0.5]\n[[target]]\nwhere = {density = 0.5}\n"
+    targets = two + "score = 90.0\n[[target]]\nwhere = {density = 0.5}\nwarmup = 2\n"
+    study.write_text(study.read_text().partition("[[figure]]")[0] + search + targets)
+    job, *_ = expand(load(study), lambda job: None).jobs
+    (done,) = set(folder.glob(f"runs/*seed0*/{FILE}"))
+    (folder / "runs" / job.name).mkdir()
+    (folder / "runs" / job.name / FILE).write_text(done.read_text())
+    made = report(folder)
+    assert made.as_dict()["chosen"] == [] and made.results.rows == ()
+    assert "| 100% | – | – | 1 of 4 runs have ended |" in made.text
+    assert "| 50% | – | 2 | 0 of 4 runs have ended |" in made.text, "the second of two targets"
+    assert f"{made.results.missing} runs have not ended yet." in made.text
 
 
 def test_an_error_on_a_terminal_is_no_markup(monkeypatch, capsys, tmp_path):

@@ -14,7 +14,7 @@ from ..train.folder import run_folder, writing
 from . import cluster, local
 from .display import Progress
 from .execute import FAILURE, Outcome, Place, outcome
-from .expand import NEUTRAL, Expansion, Job, expand, matches
+from .expand import Expansion, Job, expand, matches, values_of
 from .spec import Study, load
 
 SPEC = "study.toml"
@@ -52,6 +52,16 @@ class Folder:
             return math.nan if value is None else float(value)
 
         return score
+
+
+def check_score(name: str, ended: Sequence[Outcome]) -> None:
+    """InputError if none of the runs that came to their end has the study's score."""
+    if ended and not any(name in run.end for run in ended):
+        there = (n for n, v in ended[0].end.items() if isinstance(v, (int, float)))
+        raise InputError(
+            f"no run has the study's score, {name!r}",
+            hint=f"score = … in its file, one of {', '.join(there)}; then go on with --resume",
+        )
 
 
 def score_of(found: Outcome, name: str) -> float | None:
@@ -107,13 +117,14 @@ def run_study(
     if workers < 1:
         raise InputError(f"--workers {workers} is below 1")
     folder = Folder(Path(out or Path("runs") / study.name))
+    _check_chosen(study, only or {})
     with _held(folder, study, resume):
         if retry_failed:
             for job in _chosen(_expansion(study, folder).jobs, only or {}):
                 (folder.of(job) / FAILURE).unlink(missing_ok=True)
         with Progress(workers, folder.of) as progress:
             while pending := _pending(study, folder, progress, only or {}):
-                _run(pending, folder, place, workers, ray, gpus, progress)
+                _run(pending, study, folder, place, workers, ray, gpus, progress)
         expansion = _expansion(study, folder)
         ended = [found for job in expansion.jobs if (found := folder.outcome(job)) is not None]
     failed = sum(found.error is not None for found in ended)
@@ -140,24 +151,32 @@ def _pending(
 
 def _chosen(jobs: Sequence[Job], chosen: Mapping[str, Any]) -> Sequence[Job]:
     """Those with the settings of `--only`."""
-    if not chosen:
-        return jobs
-    known = {name for job in jobs for name in (*job.settings, *NEUTRAL, "kind")}
-    if missing := [name for name in chosen if name not in known]:
-        raise InputError(
-            f"--only {missing[0]}: no run has such a setting", hint=", ".join(sorted(known))
-        )
-    return [j for j in jobs if matches(chosen, {**NEUTRAL, **j.settings, "kind": j.kind})]
+    return [j for j in jobs if matches(chosen, {**j.settings, "kind": j.kind})]
+
+
+def _check_chosen(study: Study, chosen: Mapping[str, Any]) -> None:
+    """InputError for what `--only` asks of no run, now or after a search."""
+    known = values_of(study)
+    for name, value in chosen.items():
+        if name not in known:
+            hint = ", ".join(sorted(known))
+            raise InputError(f"--only {name}: no run has such a setting", hint=hint)
+        for one in value if isinstance(value, list) else [value]:
+            if one not in known[name]:
+                hint = ", ".join(dict.fromkeys(map(str, known[name])))
+                raise InputError(f"--only {name}={one}: no run has it", hint=hint)
 
 
 def _run(
-    jobs: list[Job], folder: Folder, place: Place, workers: int, ray: str | None, gpus: float,
-    progress: Progress,
+    jobs: list[Job], study: Study, folder: Folder, place: Place, workers: int, ray: str | None,
+    gpus: float, progress: Progress,
 ) -> None:  # fmt: skip
     def ended(job: Job) -> None:
         found = folder.outcome(job)
         assert found is not None
         progress.ended(found)
+        if study.searches and job.kind == "train" and found.error is None:
+            check_score(study.score, [found])  # before others are chosen by it
 
     try:
         with writing(folder.path):  # a failure that cannot be written down

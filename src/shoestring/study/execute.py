@@ -167,9 +167,14 @@ def _measure(job: Job, folder: Path, place: Place) -> None:
 def _profile(job: Job, folder: Path, place: Place) -> None:
     import torch
 
-    from .timelines import profiled
+    from ..tasks import IMAGES
+    from ..train.command import Call, job_of
+    from .timelines import profiled, profiled_job
 
-    made = profiled({n: v for n, v in job.settings.items() if _counts(n)})
+    if job.settings.get("data", "") in ("", *IMAGES):
+        made = profiled({n: v for n, v in job.settings.items() if _counts(n)})
+    else:  # a text decides about vocabularies and shapes
+        made = profiled_job(job_of(Call(**arguments(job.settings), data_dir=place.data_dir)))
     with Records(folder) as records:
         records.truncate(0)
         host = provenance(torch.device("cpu"))

@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import InputError
-from .spec import Search, Study, Values
+from .spec import PLACES, Search, Study, Values
 from .statistics import Sample, sample
 
-PLACES = frozenset({"data_on", "snapshot_every", "parallel"})
-"""Where a run happens and what it writes on the way do not make it another run."""
+JOBS = ("train", "profile", "measure")
 NEUTRAL = {"checkpoint": "none", "simulated": False, "precision": "fp32", "density": 1.0}
-"""Nor do settings that change no bit."""
+"""Settings that change no bit do not make a run another one."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +79,13 @@ class Choice:
     values: Values
     candidates: tuple[Candidate, ...]
     search: Search
+    ended: int
+    """Trials that have; before all have, the values are no choice yet."""
+
+    @property
+    def is_made(self) -> bool:
+        """Whether all trials have ended."""
+        return self.ended == sum(len(c.jobs) for c in self.candidates)
 
     def is_for(self, point: Mapping[str, Any]) -> bool:
         """Whether these settings are the combination, not one that has more of the names."""
@@ -104,7 +110,8 @@ Score = Callable[[Job], float | None]
 def expand(study: Study, score: Score) -> Expansion:
     """The jobs up to the first search that has not ended, or all of them with the rows."""
     points = _points(study)
-    settings = [point for point, _ in points]
+    settings = [point.settings for point in points]
+    _check_baseline(study, settings)
     jobs: dict[str, Job] = {}
     choices: list[Choice] = []
     waiting = False
@@ -124,17 +131,30 @@ def expand(study: Study, score: Score) -> Expansion:
             choices.append(_choose(search, where, candidates, score))
         waiting = waiting or any(score(job) is None for job in jobs.values())
     rows = [
-        _row(study, point, {} if waiting else _apply(point, choices), seeds)
-        for point, seeds in points
+        _row(study, point, {} if waiting else _apply(point.settings, choices)) for point in points
     ]
     row_jobs = {job.name: job for row in rows for job in row.jobs}
     total = len({**jobs, **row_jobs}) + later
     if waiting:
         return Expansion(tuple(jobs.values()), (), tuple(choices), total)
-    baseline = study.baseline
-    if baseline is not None and not any(matches(baseline, row.settings) for row in rows):
-        raise InputError(f"no row is the baseline {dict(baseline)}", hint="add it to a [[grid]]")
+    _check_baseline(study, [row.settings for row in rows], chosen=True)
     return Expansion(tuple({**jobs, **row_jobs}.values()), tuple(rows), tuple(choices), total)
+
+
+def values_of(study: Study) -> dict[str, list[Any]]:
+    """Every value that a setting has in some run, or may get from a search."""
+    points = [point.settings for point in _points(study)]
+    seeds = [{"seed": seed} for point in _points(study) for seed in point.seeds]
+    held: list[Mapping[str, Any]] = [NEUTRAL, *({"kind": kind} for kind in JOBS), *seeds]
+    held += [values for point in points for values in (_trainable(point), _shown(point))]
+    for search in study.searches:
+        held += [{"split": "validation"}, *({"seed": seed} for seed in search.seeds)]
+        held += [search.using, *product(search.over)]
+    found: dict[str, list[Any]] = {}
+    for values in held:
+        for name, value in values.items():
+            found.setdefault(name, []).append(value)
+    return found
 
 
 def product(grid: Mapping[str, Any]) -> list[Values]:
@@ -145,11 +165,29 @@ def product(grid: Mapping[str, Any]) -> list[Values]:
 
 
 def matches(where: Mapping[str, Any], settings: Mapping[str, Any]) -> bool:
-    """Whether the settings have these values (or one of a list of them); 1 and 1.0 are one."""
+    """Whether the settings have these values (or one of a list of them); 1 and 1.0 are one.
+
+    What is not said is as if it were not used: without a precision it is FP32.
+    """
+    known = {**NEUTRAL, **settings}
     return all(
-        name in settings and settings[name] in (value if isinstance(value, list) else [value])
+        name in known and known[name] in (value if isinstance(value, list) else [value])
         for name, value in where.items()
     )
+
+
+def _check_baseline(
+    study: Study, points: Iterable[Mapping[str, Any]], *, chosen: bool = False
+) -> None:
+    """InputError if no row is it; before a search has ended, by what is not searched for."""
+    if study.baseline is None:
+        return
+    open_ = set() if chosen else {name for search in study.searches for name in search.over}
+    wanted = {name: v for name, v in study.baseline.items() if name not in open_}
+    if not any(matches(wanted, _shown(point)) for point in points):
+        raise InputError(
+            f"no row is the baseline {dict(study.baseline)}", hint="add it to a [[grid]]"
+        )
 
 
 def _trainable(point: Mapping[str, Any]) -> Values:
@@ -170,25 +208,38 @@ def _where(search: Search, point: Mapping[str, Any]) -> Values:
     return {name: point[name] for name in search.per if name in point}
 
 
-def _points(study: Study) -> list[tuple[Values, list[int]]]:
-    """A row's settings and its seeds; what two grids share is one row."""
-    found: dict[str, tuple[Values, dict[int, None]]] = {}
+@dataclass(frozen=True)
+class _Point:
+    """A row of the grids, before anything is chosen for it."""
+
+    settings: Values
+    own: frozenset[str]
+    """Names that its grid sets: a search chooses for what [base] says, not for these."""
+    seeds: list[int]
+
+
+def _points(study: Study) -> list[_Point]:
+    """What two grids share is one row."""
+    found: dict[str, _Point] = {}
+    searched = {name for search in study.searches for name in search.over}
     for grid in study.grids:
         seeds = {**study.base, **grid}.get("seed", study.seeds)
-        for point in product({**grid, "seed": None}):
-            whole = {n: v for n, v in {**study.base, **point}.items() if n != "seed"}
-            text = json.dumps(_told_once(whole), sort_keys=True, default=str)
-            row = found.setdefault(text, (whole, {}))
-            row[1].update(dict.fromkeys([seeds] if isinstance(seeds, int) else seeds))
-    return [(point, list(seeds)) for point, seeds in found.values()]
+        own = frozenset(grid) & searched
+        for values in product({**grid, "seed": None}):
+            whole = {n: v for n, v in {**study.base, **values}.items() if n != "seed"}
+            text = json.dumps([told_once({**NEUTRAL, **whole}), sorted(own)], default=str)
+            point = found.setdefault(text, _Point(whole, own, []))
+            new = [seeds] if isinstance(seeds, int) else seeds
+            point.seeds.extend(seed for seed in new if seed not in point.seeds)
+    return list(found.values())
 
 
-def _told_once(value: Any) -> Any:
-    """1 for 1.0."""
+def told_once(value: Any) -> Any:
+    """1 for 1.0, and names in order."""
     if isinstance(value, Mapping):
-        return {name: _told_once(held) for name, held in value.items()}
+        return {name: told_once(value[name]) for name in sorted(value)}
     if isinstance(value, list):
-        return [_told_once(held) for held in value]
+        return [told_once(held) for held in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -209,7 +260,9 @@ def _choose(
         failed = sum(s is not None and math.isnan(s) for s in scores)
         tried.append(Candidate(values, sample(ended), failed, jobs))
     best = max(tried, key=lambda c: (c.score.n > 0, -c.failed, c.score.mean or 0.0))
-    return Choice(where, best.values, tuple(tried), search)
+    return Choice(
+        where, best.values, tuple(tried), search, sum(c.score.n + c.failed for c in tried)
+    )
 
 
 def _apply(point: Mapping[str, Any], choices: Iterable[Choice]) -> Values:
@@ -220,21 +273,26 @@ def _apply(point: Mapping[str, Any], choices: Iterable[Choice]) -> Values:
     return found
 
 
-def _row(study: Study, point: Values, chosen: Values, seeds: Sequence[int]) -> RowJobs:
-    given = _trainable(point)
-    trained = {**given, **{name: v for name, v in chosen.items() if name not in given}}
+def _shown(point: Mapping[str, Any]) -> Values:
+    """The settings of a row as a table shows them: what its runs stand for, and labels."""
     real = point.get("stands_for", {})
-    counted = {**trained, **real}
     off = {name for name, value in real.items() if value is False}  # as if it were not given
-    shown = {n: v for n, v in counted.items() if n not in off} | point.get("labels", {})
+    counted = {**_trainable(point), **real}
+    return {n: v for n, v in counted.items() if n not in off} | point.get("labels", {})
+
+
+def _row(study: Study, point: _Point, chosen: Values) -> RowJobs:
+    whole = {**point.settings, **{n: v for n, v in chosen.items() if n not in point.own}}
+    trained, real = _trainable(whole), whole.get("stands_for", {})
+    counted = {**trained, **real}
     if study.kind == "profile":
-        return RowJobs(shown, {}, (), Job("profile", counted), None)
+        return RowJobs(_shown(whole), {}, (), Job("profile", counted), None)
     memory = {n: v for n, v in counted.items() if n not in ("lr", "epochs", "eval_every")}
     flags = not {"plan", "budget"} & counted.keys()  # else the runs themselves say what they count
     return RowJobs(
-        settings=shown,
+        settings=_shown(whole),
         trained={n: trained.get(n) for n in real},
-        trials=_trials(trained, seeds),
+        trials=_trials(trained, point.seeds),
         profile=Job("profile", memory) if study.profile and flags else None,
         measure=Job("measure", memory) if real and study.measure else None,
     )

@@ -54,32 +54,31 @@ def run(
     waiting = [(job, 1) for job in reversed(jobs)]
     running: dict[int, tuple[Any, Connection, Job, int]] = {}
     with asked_to_end() as asked:
-        while (waiting and not asked) or running:
-            while waiting and len(running) < workers and not asked:
-                job, attempt = waiting.pop()
-                process, lifeline = _start(context, job, folder_of(job), place)
-                running[process.sentinel] = process, lifeline, job, attempt
-            wait(list(running), timeout=TICK_SECONDS)
-            if asked:
-                for process, *_ in running.values():
-                    process.terminate()
-                for process, *_ in running.values():
-                    process.join()
-            for sentinel, (process, lifeline, job, attempt) in list(running.items()):
-                if process.is_alive():
-                    continue
-                process.join()
-                lifeline.close()
-                del running[sentinel]
-                if asked:
-                    continue
-                if outcome(job, folder_of(job)) is None:
-                    if attempt < ATTEMPTS:
-                        waiting.append((job, attempt + 1))
+        try:
+            while (waiting or running) and not asked:
+                while waiting and len(running) < workers:
+                    job, attempt = waiting.pop()
+                    process, lifeline = _start(context, job, folder_of(job), place)
+                    running[process.sentinel] = process, lifeline, job, attempt
+                wait(list(running), timeout=TICK_SECONDS)
+                for sentinel, (process, lifeline, job, attempt) in list(running.items()):
+                    if process.is_alive() or asked:
                         continue
-                    fail(folder_of(job), _why(process.exitcode, attempt))
-                ended(job)
-            tick([job for _, _, job, _ in running.values()])
+                    process.join()
+                    lifeline.close()
+                    del running[sentinel]
+                    if outcome(job, folder_of(job)) is None:
+                        if attempt < ATTEMPTS:
+                            waiting.append((job, attempt + 1))
+                            continue
+                        fail(folder_of(job), _why(process.exitcode, attempt))
+                    ended(job)
+                tick([job for _, _, job, _ in running.values()])
+        finally:  # each saves a snapshot
+            for process, *_ in running.values():
+                process.terminate()
+            for process, *_ in running.values():
+                process.join()
         if asked:
             raise Stopped(asked[0])
 

@@ -12,7 +12,7 @@ from ..records.run import FILE, Event, read
 from ..techniques import Checkpointing, Microbatching, Precision, Sparsity
 from .execute import FAILURE, Outcome, failure
 from .expand import Job
-from .spec import Values
+from .spec import SCORES, Values
 
 OTHERS = ("seed", "evaluation_batch")
 """Settings of a recorded run that do not make it another row."""
@@ -27,8 +27,6 @@ FLAGGED = frozenset(
     "checkpointing.schedule microbatching.size microbatching.simulated".split()
 )
 """Of a plan: what flags say, and seeds."""
-SCORES = {"bleu": "BLEU", "best_accuracy": "accuracy (%)"}
-"""The first one that the last events have, and what it is called."""
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ class Report:
                 }
                 for number, row in enumerate(self.results.rows)
             ],
-            "chosen": [{**choice.where, **choice.values} for choice in self.results.choices],
+            "chosen": [{**c.where, **c.values} for c in self.results.choices if c.is_made],
             "failed": self.results.failed,
             "missing": self.results.missing,
             "passed_over": list(self.results.passed_over),

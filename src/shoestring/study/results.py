@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
-from .command import RUNS, SPEC, Folder, score_of
+from .command import RUNS, SPEC, Folder, check_score, score_of
 from .execute import Outcome
-from .expand import Choice, expand, matches
-from .loose import SCORES, collect
-from .spec import Study, Target, Values, from_values, load
+from .expand import NEUTRAL, Choice, expand, matches, told_once
+from .loose import collect
+from .spec import SCORES, Study, Target, Values, from_values, load
 from .statistics import Sample, best_within, pareto_front, sample
 
 
@@ -66,18 +66,29 @@ class Results:
     def varied(self) -> tuple[str, ...]:
         """The settings that differ between rows, in the order of the file."""
         names = dict.fromkeys(name for row in self.rows for name in row.settings)
-        return tuple(n for n in names if len({repr(r.settings.get(n)) for r in self.rows}) > 1)
+        rows = [{**NEUTRAL, **row.settings} for row in self.rows]
+        return tuple(n for n in names if len({repr(told_once(r.get(n))) for r in rows}) > 1)
 
     @property
     def front(self) -> tuple[int, ...]:
-        """The rows that no other one beats in memory and score."""
+        """The rows that no other one of the same data beats in memory and score."""
         known = [i for i, row in enumerate(self.rows) if _point(row) is not None]
-        found = pareto_front([_point(self.rows[i]) or (0.0, 0.0) for i in known])
-        return tuple(known[i] for i in found)
+        found: list[int] = []
+        for data in dict.fromkeys(self.rows[i].settings.get("data") for i in known):
+            alike = [i for i in known if self.rows[i].settings.get("data") == data]
+            best = pareto_front([_point(self.rows[i]) or (0.0, 0.0) for i in alike])
+            found += [alike[i] for i in best]
+        return tuple(found)
 
     def best_within(self, budget_bytes: int) -> Row | None:
         """The row with the best score whose counted memory fits."""
         rows = [row for row in self.rows if _point(row) is not None]
+        if len(data := {row.settings.get("data") for row in rows}) > 1:
+            names = ", ".join(sorted(map(str, data)))
+            raise InputError(
+                f"--budget: no setting is the best for {names} together",
+                hint="report a folder with runs of one of them",
+            )
         best = best_within([_point(row) or (0.0, 0.0) for row in rows], budget_bytes)
         return None if best is None else rows[best]
 
@@ -88,16 +99,18 @@ class Results:
 
     def targets_of(self, row: Row) -> dict[str, Any]:
         """What others found for the row's settings."""
+        return self._targets(row.settings, self.study.targets)
+
+    def _targets(self, settings: Mapping[str, Any], among: Iterable[Target]) -> dict[str, Any]:
         found: Values = {}
-        for target in self.study.targets:
-            if matches(target.where, row.settings):
+        for target in among:
+            if matches(target.where, settings):
                 found.update(target.quantities)
         return found
 
-    def targets_where(self, where: Mapping[str, Any]) -> Target | None:
-        """The target for exactly these settings, as a search has them."""
-        found = (t for t in self.study.targets if t.where and matches(t.where, where))
-        return next(found, None)
+    def targets_where(self, where: Mapping[str, Any]) -> dict[str, Any]:
+        """What others chose where a search has these settings."""
+        return self._targets(where, (t for t in self.study.targets if t.where))
 
 
 def _point(row: Row) -> tuple[float, float] | None:
@@ -113,6 +126,13 @@ def load_results(path: str | Path) -> Results:
     study, folder = load(where / SPEC, where.absolute().name), Folder(where)
     expansion = expand(study, folder.score(study))
     outcomes = {j.name: o for j in expansion.jobs if (o := folder.outcome(j)) is not None}
+    partly = [
+        name
+        for name, found in outcomes.items()
+        if found.job.kind == "profile" and found.error is None and not found.end.keys() >= _COUNTED
+    ]
+    for name in partly:
+        del outcomes[name]
     rows = [
         _row(
             study.score,
@@ -124,23 +144,15 @@ def load_results(path: str | Path) -> Results:
         )
         for made in expansion.rows
     ]
-    _check_score(study.score, [run for row in rows for run in row.runs if run.error is None])
+    check_score(study.score, [run for row in rows for run in row.runs if run.error is None])
     return Results(
         study,
         tuple(_relative(rows, study.baseline)),
         expansion.choices,
         outcomes,
-        expansion.total - len(outcomes),
+        expansion.total - len(outcomes) - len(partly),
+        tuple(f"{RUNS}/{name} is a profile that lacks something" for name in partly),
     )
-
-
-def _check_score(name: str, ended: Sequence[Outcome]) -> None:
-    if ended and not any(name in run.end for run in ended):
-        there = (n for n, v in ended[0].end.items() if isinstance(v, (int, float)))
-        raise InputError(
-            f"no run has the study's score, {name!r}",
-            hint=f"score = … in its file, one of {', '.join(there)}; then go on with --resume",
-        )
 
 
 def _loose(where: Path) -> Results:
@@ -176,7 +188,8 @@ def _row(
     made: dict[str, float] = {"n": found.n, "failed": len(runs) - len(ended)}
     if found.mean is not None and math.isfinite(found.mean):
         made["score"] = found.mean
-        made["seconds"] = math.fsum(run.end["seconds"] for run in scored) / len(scored)
+        known = [run.end["seconds"] for run in scored if "seconds" in run.end]
+        made |= {"seconds": math.fsum(known) / len(known)} if known else {}
     if "score" in made and found.interval is not None:
         made["interval"] = found.interval
     if profile is not None and profile.error is None:
@@ -194,6 +207,13 @@ def _row(
 def _largest(name: str, values: Iterable[int | None]) -> dict[str, float]:
     known = [value for value in values if value]
     return {name: max(known)} if known else {}
+
+
+_COUNTED = frozenset(
+    "peak_bytes model_bytes gradient_bytes optimizer_state_bytes workspace_bytes forward_flops "
+    "backward_flops recompute_flops timeline".split()
+)
+"""What the record of a profile has, and the page draws."""
 
 
 def _counted(end: Mapping[str, Any]) -> dict[str, float]:

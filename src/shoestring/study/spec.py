@@ -27,6 +27,11 @@ QUANTITIES = frozenset(
     "optimizer_reduction activation_reduction measured_reduction".split()
 )
 """What is known of a row beside its settings."""
+PLACES = frozenset({"data_on", "snapshot_every", "parallel"})
+"""Where a run happens and what it writes on the way do not make it another run."""
+_TRIALS = ("trials", "seeds")
+SCORES = {"bleu": "BLEU", "best_accuracy": "accuracy (%)", "accuracy": "accuracy (%)"}
+"""Fields of a last event that say how good a run is, and what they are called."""
 TECHNIQUES = ("sparsity", "precision", "checkpointing", "microbatching")
 KINDS = ("train", "profile")
 FIGURES = ("line", "front", "pie")
@@ -150,14 +155,19 @@ def from_values(given: Values, text: str, name: str) -> Study:
     if kind not in KINDS:
         raise InputError(f"unknown kind {kind!r}", hint="one of " + ", ".join(KINDS))
     base = _settings(given.get("base", {}), kind, "[base]")
-    grids = tuple(_settings(grid, kind, "[[grid]]", lists=True) for grid in given.get("grid", [{}]))
+    tables = given.get("grid", [{}])
+    if not tables:
+        raise InputError("grid has no tables", hint="leave it out for one run of [base]")
+    grids = tuple(_settings(grid, kind, "[[grid]]", lists=True) for grid in tables)
     seeds = _seeds(given, (0,))
+    score = given.get("score", "best_accuracy")
     for grid in grids:
         needed = ("model", "data") if kind == "train" else ("model",)
         for missing in (n for n in needed if n not in {**base, **grid}):
             raise InputError(f"no {missing} is given", hint=f"{missing} = … in [base] or [[grid]]")
     settled = {name for point in (base, *grids) for name in point if name not in _OWN}
     searches = tuple(_search(s, seeds, settled) for s in given.get("search", []))
+    _check_one_source(given, base, grids, searches)
     shown = {
         *settled,
         *(name for point in (base, *grids) for own in _OWN for name in point.get(own, {})),
@@ -167,26 +177,49 @@ def from_values(given: Values, text: str, name: str) -> Study:
     named(baseline or (), shown, "baseline")
     named(given.get("columns", ()), QUANTITIES, "columns", "quantity")
     return Study(
-        name=given.get("name", name),
+        name=_file_name(given.get("name", name), "name"),
         title=given.get("title") or given.get("name", name),
         source=given.get("source", ""),
         notes=given.get("notes", ""),
         kind=kind,
         seeds=seeds if kind == "train" else (0,),
-        score=given.get("score", "best_accuracy"),
-        score_label=given.get("score_label", "accuracy (%)"),
+        score=score,
+        score_label=given.get("score_label", SCORES.get(score, score.replace("_", " "))),
         base=base,
         grids=grids,
         searches=searches,
         baseline=baseline,
         targets=tuple(_target(t, shown) for t in given.get("target", [])),
-        figures=tuple(_figure(f, shown) for f in given.get("figure", [])),
+        figures=_figures(given.get("figure", []), shown),
         columns=tuple(given["columns"]) if "columns" in given else None,
         profile=given.get("profile", True),
         measure=given.get("measure", True),
         threads=at_least_one("threads", given.get("threads", 1)),
         text=text,
     )
+
+
+def _check_one_source(
+    given: Values, base: Values, grids: tuple[Values, ...], searches: tuple[Search, ...]
+) -> None:
+    """InputError where one place sets what another one is to decide."""
+    counts = any(n in table for table in (given, *given.get("search", [])) for n in _TRIALS)
+    if "seed" in base and counts:
+        raise InputError(
+            "[base] seed is beside trials or seeds", hint="seeds = [5] in place of seed = 5"
+        )
+    for name in {name for search in searches for name in search.over}:
+        if all(name in grid for grid in grids):
+            raise InputError(
+                f"[[search]] over {name}: every [[grid]] sets it", hint="leave it to the search"
+            )
+    for grid in grids:
+        for name in PLACES & grid.keys():
+            if isinstance(grid[name], list):
+                raise InputError(
+                    f"[[grid]] {name} has several values, but they do not make several runs",
+                    hint=f"{name} = … in [base]",
+                )
 
 
 def trained() -> frozenset[str]:
@@ -258,6 +291,20 @@ def _target(given: Values, shown: set[str]) -> Target:
     return Target(where, found)
 
 
+def _figures(given: list[Values], shown: set[str]) -> tuple[Figure, ...]:
+    made = tuple(_figure(figure, shown) for figure in given)
+    names = [figure.name for figure in made]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise InputError(f"two figures are called {twice!r}")
+    return made
+
+
+def _file_name(name: str, where: str) -> str:
+    if not name.strip() or "/" in name or name in (".", ".."):
+        raise InputError(f"{where} {name!r} is no name of a file")
+    return name
+
+
 def _figure(given: Values, shown: set[str]) -> Figure:
     known(given, _FIGURE, "[[figure]]")
     check(given, _FIGURE, "[[figure]]")
@@ -265,8 +312,7 @@ def _figure(given: Values, shown: set[str]) -> Figure:
         raise InputError("a figure needs a name", hint='name = "accuracy-vs-density"')
     if given.get("kind", "line") not in FIGURES:
         raise InputError(f"unknown figure {given['kind']!r}", hint="one of " + ", ".join(FIGURES))
-    if "/" in given["name"]:
-        raise InputError(f"[[figure]] name {given['name']!r} is no name of a file")
+    _file_name(given["name"], "[[figure]] name")
     series = given.get("series", ())
     series = (series,) if isinstance(series, str) else tuple(series)
     named(series, shown, "[[figure]] series")

@@ -42,13 +42,13 @@ class Table:
 
     def markdown(self) -> str:
         """With a heading, and notes below."""
-        lines = [f"## {self.title}", "", _line(self.heads), _line(["---"] * len(self.heads))]
+        lines = [f"## {_text(self.title)}", "", _line(self.heads), _line(["---"] * len(self.heads))]
         lines += [_line(row) for row in self.cells]
         return "\n".join(lines + [f"\n{_escaped(note)}" for note in self.notes]) + "\n"
 
     def latex(self) -> str:
         """For booktabs."""
-        body = [" & ".join(map(_tex, row)) + r" \\" for row in self.cells]
+        body = [_first(row) + " & ".join(map(_tex, row)) + r" \\" for row in self.cells]
         return "\n".join(
             [
                 f"% {self.name}",
@@ -70,11 +70,21 @@ def _escaped(note: str) -> str:
 
 
 def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in cells) + " |"
+    return "| " + " | ".join(_text(cell).replace("|", "\\|") for cell in cells) + " |"
+
+
+def _text(words: str) -> str:
+    """In one line, and none of it HTML."""
+    return " ".join(words.split()).replace("<", "&lt;")
+
+
+def _first(row: Sequence[str]) -> str:
+    """Behind the end of a line a star or a bracket would be an argument of it."""
+    return "{}" if row and row[0][:1] in ("*", "[") else ""
 
 
 def _tex(text: str) -> str:
-    return "".join(_TEX.get(sign, sign) for sign in text)
+    return "".join(_TEX.get(sign, sign) for sign in " ".join(text.split()))
 
 
 _TEX = {
@@ -137,6 +147,10 @@ def columns_of(results: Results) -> list[str]:
     return [n for n in found if n != "flops_ratio" or again]
 
 
+def _head(setting: str) -> str:
+    return SETTINGS.get(setting, setting.rpartition(".")[2].replace("_", " "))
+
+
 def main_table(results: Results) -> Table:
     """Every row with its quantities, beside the source's where it has any."""
     study = results.study
@@ -145,7 +159,7 @@ def main_table(results: Results) -> Table:
     targets = [results.targets_of(row) for row in results.rows]
     texts = [[target_text(t, c) for c in columns] for t in targets]
     beside = [any(row[i] != "–" for row in texts) for i in range(len(columns))]
-    heads = [SETTINGS.get(n, n.rpartition(".")[2].replace("_", " ")) for n in settings]
+    heads = [_head(n) for n in settings]
     for column, has in zip(columns, beside, strict=True):
         heads.append(study.score_label if column == "score" else HEADS.get(column, column))
         heads += ["the report"] if has else []
@@ -161,13 +175,19 @@ def main_table(results: Results) -> Table:
         [f"Mean ± 1.96 standard errors of n runs ({study.score})."] if "score" in columns else []
     )
     notes += _marked(results.rows) if "score" in columns else []
+    notes += _state(results)
+    sources = tuple(map(results.runs_of, results.rows))
+    return Table("table", study.title, tuple(heads), tuple(cells), sources, tuple(notes))
+
+
+def _state(results: Results) -> list[str]:
+    """What is not in the numbers."""
+    notes = []
     if results.missing:
         notes.append(f"{results.missing} runs have not ended yet.")
     if results.failed:
         notes.append(f"{results.failed} run{'s' * (results.failed > 1)} failed.")
-    notes += [f"Passed over: {why}." for why in results.passed_over]
-    sources = tuple(map(results.runs_of, results.rows))
-    return Table("table", study.title, tuple(heads), tuple(cells), sources, tuple(notes))
+    return notes + [f"Passed over: {why}." for why in results.passed_over]
 
 
 def front_table(results: Results) -> Table | None:
@@ -176,7 +196,7 @@ def front_table(results: Results) -> Table | None:
         return None
     rows = [results.rows[i] for i in reversed(results.front)]
     settings = results.varied or ("model",)
-    heads = (*(SETTINGS.get(n, n) for n in settings), "counted (MB)", results.study.score_label)
+    heads = (*map(_head, settings), "counted (MB)", results.study.score_label)
     cells = tuple(
         (
             *(shown(n, row.settings.get(n)) for n in settings),
@@ -242,25 +262,26 @@ def search_table(results: Results) -> Table | None:
         return None
     places = dict.fromkeys(n for c in results.choices for n in c.where)
     names = dict.fromkeys(n for c in results.choices for n in c.values)
-    heads, cells, sources = [SETTINGS.get(n, n) for n in places], [], []
+    heads, cells, sources = [_head(n) for n in places], [], []
     targets = [results.targets_where(choice.where) for choice in results.choices]
-    beside = any(t is not None and n in t.quantities for t in targets for n in names)
+    beside = any(n in said for said in targets for n in names)
     for name in names:
-        heads += [SETTINGS.get(name, name.rpartition(".")[2].replace("_", " "))]
-        heads += ["the report"] if beside else []
-    for choice, target in zip(results.choices, targets, strict=True):
-        said = {} if target is None else target.quantities
+        heads += [_head(name), *(["the report"] if beside else [])]
+    for choice, said in zip(results.choices, targets, strict=True):
         cell = [shown(n, choice.where.get(n)) for n in places]
         for name in names:
             mine = choice.values.get(name)
-            cell += [shown(name, mine)]
+            cell += [shown(name, mine if choice.is_made else None)]
             cell += [shown(name, None if mine is None else said.get(name))] if beside else []
         best = next(c for c in choice.candidates if c.values == choice.values)
-        cells.append((*cell, with_interval(best.score)))
-        sources.append(tuple(job.name for job in best.jobs))
+        jobs = [job for c in ((best,) if choice.is_made else choice.candidates) for job in c.jobs]
+        going = f"{choice.ended} of {len(jobs)} runs have ended"
+        cells.append((*cell, with_interval(best.score) if choice.is_made else going))
+        sources.append(tuple(job.name for job in jobs if job.name in results.outcomes))
     title = "Chosen on the validation split"
     heads.append(f"validation {results.study.score_label}")
-    return Table("search", title, tuple(heads), tuple(cells), tuple(sources))
+    notes = () if results.rows else tuple(_state(results))
+    return Table("search", title, tuple(heads), tuple(cells), tuple(sources), notes)
 
 
 def tables(results: Results) -> list[Table]:

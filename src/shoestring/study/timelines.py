@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import torch
 
 from ..memory.model import MemoryProfile
 from ..memory.timeline import ROLES, Timeline
@@ -13,6 +14,7 @@ from ..options import techniques
 from ..planning.plan import Plan
 from ..profiling import profile
 from ..target import resolve
+from ..train.job import Job
 from ..train.recipes import RECIPES
 
 MOST_INSTANTS = 3000
@@ -49,6 +51,19 @@ def profiled(settings: Mapping[str, Any]) -> dict[str, Any]:
         **given,
     )
     return {"batch": target.batch_size, "batch_unit": target.batch_unit, **as_values(result)}
+
+
+def profiled_job(job: Job) -> dict[str, Any]:
+    """Count one step of what a training would do, on its largest minibatch."""
+    model, loss = job.model()
+    result = profile(
+        model,
+        job.sample(),
+        loss=loss,
+        optimizer=job.optimizer(model, torch.device("cpu")),
+        techniques=job.plan.techniques,
+    )
+    return as_values(result)
 
 
 def _both(given: dict[str, Any], *names: str) -> list[Any]:

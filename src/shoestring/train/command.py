@@ -25,7 +25,7 @@ from ..trace.batches import tensors_of
 from ..units import format_count, format_size, parse_size
 from .display import duration
 from .group import local_device, parallel_for, process_group
-from .job import job_for
+from .job import Job, job_for
 from .loop import train
 from .settings import AnySettings, check_seed, settings_for
 from .text_settings import TextSettings, text_settings_for
@@ -149,10 +149,7 @@ def start(call: Call) -> Result:
     device = prepare_device(
         local_device(call.device), tf32=call.tf32, benchmark=call.cudnn_benchmark
     )
-    task = load_task(
-        call.data, folder=call.data_dir, split=call.split, seed=call.seed,
-        languages=call.languages, merges=call.merges,
-    )  # fmt: skip
+    task = _task(call)
     _set_threads(call, task)
     settings = _settings(call, task, device)
     name = f"{call.model.replace(':', '.')}-{task.name}-seed{call.seed}"
@@ -173,6 +170,20 @@ def start(call: Call) -> Result:
             budget=budget,
         )
     return Result(settings, event)
+
+
+def job_of(call: Call) -> Job:
+    """What a call would train, on the CPU, so that it can be counted."""
+    _check_one_plan(call)
+    task, there = _task(call), torch.device("cpu")
+    return job_for(_settings(call, task, there), task, there)
+
+
+def _task(call: Call) -> ImageTask | TextTask:
+    return load_task(
+        call.data, folder=call.data_dir, split=call.split, seed=call.seed,
+        languages=call.languages, merges=call.merges,
+    )  # fmt: skip
 
 
 def _set_threads(call: Call, task: ImageTask | TextTask) -> None:
