@@ -188,6 +188,7 @@ def test_help_has_examples(run: Run) -> None:
     assert "shoestring profile mypackage.models:build --input 8x3x224x224" in ran.out
     for option in ("--density", "--precision", "--microbatch", "--checkpoint", "--json"):
         assert option in ran.out
+    assert "residual-M* or keep*3, recompute*9." in ran.out, "stars are no emphasis"
 
 
 def test_without_arguments_help_is_shown(run: Run) -> None:

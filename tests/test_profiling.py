@@ -212,6 +212,8 @@ def test_mistakes_are_value_errors_with_a_way_out() -> None:
         lambda: predict(device="tpu"),
         lambda: predict(accounting="fundamental", device="cuda"),
         lambda: predict(techniques=[ss.Microbatching(3)]),
+        lambda: predict(techniques=ss.Precision("fp16")),
+        lambda: predict(techniques=["fp16"]),
         lambda: ss.profile(nn.LazyLinear(4), torch.randn(2, 3), loss=lambda m, b: m(b).mean()),
         lambda: with_lbfgs(small_model()),
         lambda: ss.Sparsity(0.0),

@@ -33,7 +33,7 @@ PrecisionKind = Annotated[str | None, typer.Option(help="fp32, fp16 or bf16.")]
 Microbatch = Annotated[int | None, typer.Option(help="Examples (or tokens) that run at once.")]
 Checkpoint = Annotated[
     str | None,
-    typer.Option(help="none, no-bn, every-M, residual-M, 'residual-M*' or 'keep*3, recompute*9'."),
+    typer.Option(help="none, no-bn, every-M, residual-M, `residual-M*` or `keep*3, recompute*9`."),
 ]
 PlanFile = Annotated[
     str | None, typer.Option(help="File of a plan, TOML or JSON, in place of technique flags.")

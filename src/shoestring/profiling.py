@@ -9,6 +9,7 @@ from torch import nn
 
 from .errors import InputError
 from .memory.model import ACCOUNTINGS, MemoryProfile, memory_profile
+from .planning.plan import Plan
 from .techniques import Checkpointing, Precision, Sparsity, Technique
 from .trace.capture import Loss, capture
 from .trace.fakes import OptimizerLike
@@ -29,7 +30,7 @@ def profile(
     `fundamental` is the report's accounting, with or without techniques. `device` is what
     PyTorch's allocator shows for the plain step on `device` ("cpu" or "cuda", neither needed).
     """
-    chosen = tuple(techniques)
+    chosen = Plan.of(techniques).techniques
     check(accounting, device, chosen)
     for technique in chosen:
         batch = technique.prepare(batch)

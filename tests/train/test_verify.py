@@ -24,6 +24,7 @@ from shoestring.planning.plan import Plan
 from shoestring.techniques import Checkpointing, Microbatching, Precision, Sparsity, Technique
 from shoestring.techniques.base import Setup
 from shoestring.train.certificate import Certificate, Comparison, Level, relative_error
+from shoestring.train.claims import suspicion
 from shoestring.train.verify import verify
 from techniques.small_models import SMALL, classify
 
@@ -235,6 +236,14 @@ def test_statistics_that_move_twice_are_caught() -> None:
         found.check()
     assert "BatchNorm" in str(raised.value.hint)
     assert "BROKEN" in str(found)
+
+
+def test_without_microbatches_they_are_no_suspects() -> None:
+    broken = Comparison("gradients", Level.EQUAL, Level.LOSSY, 1.0, None, "")
+    assert suspicion(broken).why.endswith(", or a loss that is no mean over its parts?")
+    assert suspicion(broken, split=False).why == "a dropout mask drawn again, or a hook?"
+    followed = Comparison("parameters", Level.EQUAL, Level.LOSSY, 1.0, None, "")
+    assert suspicion(followed).why == "follows from the above"
 
 
 def test_a_mask_that_is_drawn_again_is_caught() -> None:

@@ -80,15 +80,20 @@ def hides_microbatches(plan: Plan, at: Circumstances, made: Claims) -> bool:
 
 
 _SUSPECTS = {
-    "buffers": "moved by every microbatch, or once more by BatchNorm that ran again?",
-    "random stream": "more or fewer numbers were drawn: a dropout mask drawn again?",
-    "gradients": "a dropout mask drawn again, or a loss that is no mean over its parts?",
-    "loss": "another forward pass, or a loss that is no mean over its parts?",
-    MICROBATCHES: "a loss that is no mean over its parts?",
-    RECOMPUTATION: "statistics moved twice, or a dropout mask drawn again?",
+    "buffers": ("moved once more by BatchNorm that ran again", "moved by every microbatch"),
+    "random stream": ("more or fewer numbers were drawn: a dropout mask drawn again", ""),
+    "gradients": ("a dropout mask drawn again, or a hook", "a loss that is no mean over its parts"),
+    "loss": ("another forward pass", "a loss that is no mean over its parts"),
+    MICROBATCHES: ("", "a loss that is no mean over its parts"),
+    RECOMPUTATION: ("statistics moved twice, or a dropout mask drawn again", ""),
 }
+"""What usually causes it, with any plan and with microbatches."""
 
 
-def suspicion(broken: Comparison) -> Comparison:
-    """The same with what usually causes it."""
-    return replace(broken, why=_SUSPECTS.get(broken.what, broken.why or "follows from the above"))
+def suspicion(broken: Comparison, *, split: bool = True) -> Comparison:
+    """The same with what usually causes it; with `split` a batch is larger than a microbatch."""
+    if broken.what not in _SUSPECTS:
+        return replace(broken, why=broken.why or "follows from the above")
+    always, parts = _SUSPECTS[broken.what]
+    causes = [cause for cause in (always, parts if split else "") if cause]
+    return replace(broken, why=", or ".join(causes) + "?")

@@ -85,7 +85,7 @@ def verify(
         at = _circumstances(chosen, model, optimizer, data, expected)
         promised = claims(chosen, at)
         types = kinds | {p.dtype for p in planned.named.values()}
-        comparisons = _compare(expected, found, promised, planned, _tolerance(types))
+        comparisons = _compare(expected, found, promised, planned, _tolerance(types), at.split)
         if hides_microbatches(chosen, at, promised):
             batch = next(batch for batch in data if _is_cut(chosen, batch))
             given = chosen, batch, rewind, _tolerance(kinds), model, optimizer, loss
@@ -282,6 +282,7 @@ def _compare(
     promised: Claims,
     planned: _Planned,
     tolerance: float,
+    split: bool,
 ) -> tuple[Comparison, ...]:
     at = planned.at_nonzeros
     moved = {name: at(name, held) for name, held in expected.parameters.items()}
@@ -300,7 +301,8 @@ def _compare(
     made["random stream"] = Comparison(
         "random stream", claim, level, None, None, "" if same else why
     )
-    return tuple(made[what] if made[what].ok else suspicion(made[what]) for what in WHAT)
+    rows = (made[what] for what in WHAT)
+    return tuple(row if row.ok else suspicion(row, split=split) for row in rows)
 
 
 def _recomputation(kept: _Trained, again: _Trained, planned: _Planned) -> Comparison:

@@ -170,6 +170,25 @@ def test_evaluation_runs_plainly() -> None:
         assert torch.equal(plain(batch[0]), ours(batch[0]))
 
 
+@pytest.mark.parametrize("strategy", ["residual-1", "residual-2*", "no-bn"])
+def test_fine_tuning_in_evaluation_mode_is_checkpointed_too(strategy: str) -> None:
+    """As models are that are trained on with dropout and statistics as they are."""
+    small = SMALL["residual"]
+    torch.manual_seed(0)
+    plain, batch = small.build().eval(), small.batch()
+    peaks, weights = [], []
+    for chosen in ("none", strategy):
+        ours = copy.deepcopy(plain)
+        optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
+        step = apply([Checkpointing(chosen)], ours, optimizer, loss=small.loss)
+        step(batch)
+        peaks.append(step.measure(batch).peak_bytes)
+        weights.append([p.detach().clone() for p in ours.parameters()])
+        assert not ours.training
+    assert peaks[1] < peaks[0]
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+
+
 def test_a_region_lets_go_without_the_garbage_collector() -> None:
     """A cycle through a region would hold its tensors, and the peak with them."""
     known = builtin("wrn-28-1")

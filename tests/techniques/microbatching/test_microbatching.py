@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from shoestring.errors import InputError
+from shoestring.errors import InputError, NoEffectWarning
 from shoestring.techniques import Microbatching, microbatching
 from shoestring.techniques.base import Technique
 from shoestring.trace.capture import capture
@@ -229,3 +229,18 @@ def test_compensation_is_counted():
 def test_settings_that_make_no_sense_are_refused(settings):
     with pytest.raises(InputError):
         Microbatching(**settings)
+
+
+def test_a_batch_that_cannot_be_cut_is_named_once() -> None:
+    class Pair:
+        def __init__(self) -> None:
+            self.inputs = torch.randn(8, 3)
+
+    model = nn.Linear(3, 1)
+    step = apply(
+        [Microbatching(2)], model, torch.optim.SGD(model.parameters(), lr=0.1),
+        loss=lambda m, pair: m(pair.inputs).mean(),
+    )  # fmt: skip
+    with pytest.warns(NoEffectWarning, match="a batch of type Pair has no tensor with a first"):
+        step(Pair())
+    step(Pair())

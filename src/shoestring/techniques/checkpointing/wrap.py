@@ -220,18 +220,17 @@ def _member(held: _Region, position: int, last: bool, *args: Any, **kwargs: Any)
 
 
 def _replace(block: nn.Module, plain: Callable[..., Any], training: Callable[..., Any]) -> None:
-    """Another forward for training; without gradients, and in evaluation, its own."""
-    block.forward = partial(_either, block, plain, training)
+    """Another forward for training; without gradients its own.
+
+    A block in evaluation mode has one too: models are fine-tuned so.
+    """
+    block.forward = partial(_either, plain, training)
 
 
 def _either(
-    block: nn.Module,
-    plain: Callable[..., Any],
-    training: Callable[..., Any],
-    *args: Any,
-    **kwargs: Any,
+    plain: Callable[..., Any], training: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    if torch.is_grad_enabled() and block.training:
+    if torch.is_grad_enabled():
         return training(*args, **kwargs)
     return plain(*_real(args), **kwargs)
 

@@ -126,11 +126,14 @@ class _Split:
 
     def __init__(self, technique: Microbatching, before: Callable[[Any], Any]) -> None:
         self._technique, self._weight, self._before = technique, technique.weight, before
+        self._told = False
 
     def __call__(self, batch: Any) -> Any:
         for whole, share in self._before(batch):
             examples = examples_of(whole)
             size = self._technique.examples_at_once(whole)
+            if examples is None:
+                self._say_whole(whole)
             if examples is None or examples <= size:
                 yield whole, share
                 continue
@@ -139,6 +142,16 @@ class _Split:
             for part, weight in zip(parts, self._weights(parts, examples, size), strict=True):
                 if not _is_zero(weight):  # no unit: its mean is 0/0
                     yield part, weight if share is None else weight * share
+
+    def _say_whole(self, batch: Any) -> None:
+        if not self._told:
+            warnings.warn(
+                f"microbatches: a batch of type {type(batch).__name__} has no tensor with a first "
+                "dimension, so it runs as a whole; give a tensor, or a tuple, dict or dataclass",
+                NoEffectWarning,
+                stacklevel=2,
+            )
+        self._told = True
 
     def _weights(self, parts: list[Any], examples: int, size: int) -> list[float | torch.Tensor]:
         if not callable(self._weight):
