@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +15,11 @@ from .tables import HEADS, SETTINGS, shown
 
 # Okabe and Ito's colours, which people with any colour vision can tell apart, less the yellow.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-MARKERS = "osD^vPX"
+MARKERS = "osD^vP<>"
+LINES = ("-", "--", "-.")
+"""No two of the three lengths have a divisor in common: 168 series differ. Dotted: the source."""
+LEGEND_ROWS = 14
+"""So many stand beside the axes before a second column begins."""
 STYLE: dict[str, Any] = {
     "svg.hashsalt": "shoestring",
     "svg.fonttype": "path",
@@ -79,8 +84,7 @@ def label_of(results: Results, name: str) -> str:
     return HEADS.get(name, SETTINGS.get(name, plain)).replace("counted", "memory, counted")
 
 
-def _number(row: Row, name: str) -> float | None:
-    value = row.value(name)
+def _number(name: str, value: Any) -> float | None:
     if not isinstance(value, (int, float)):
         return None
     return value / 1e6 if name.endswith("_bytes") else float(value)
@@ -108,16 +112,22 @@ def _lines(make: Any, results: Results, figure: Figure) -> Any:
     canvas = make()
     axes = canvas.subplots()
     drawn = 0
+    joined = figure.kind != "front" or bool(figure.series)
     for number, (name, rows) in enumerate(series_of(results.rows, figure.series).items()):
+        ours, others = _points(results, figure, rows)
         style = {
             "color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)],
         }  # fmt: skip
-        drawn += _series(axes, results, figure, name, rows, style)
+        line = LINES[number % len(LINES)] if joined else "none"
+        _series(axes, ours, name or ("here" if others else None), ls=line, lw=1.2, **style)
+        open_ones = {"mfc": "white", "ls": ":", "lw": 0.8, "alpha": 0.8, **style}
+        _series(axes, others, f"{name} (the report)" if name else "the report", **open_ones)
+        drawn += len(ours) + len(others)
     if not drawn:
         return None
     if figure.kind == "front":
         points = sorted(
-            (_number(row, "counted_bytes") or 0.0, row.quantities["score"])
+            (_number("counted_bytes", row.value("counted_bytes")) or 0.0, row.quantities["score"])
             for row in (results.rows[i] for i in results.front)
         )
         if points:
@@ -131,45 +141,42 @@ def _lines(make: Any, results: Results, figure: Figure) -> Any:
     axes.set_xlabel(label_of(results, figure.x))
     axes.set_ylabel(label_of(results, figure.y))
     axes.set_title(figure.title or results.study.title, fontsize=10)
-    if axes.get_legend_handles_labels()[1]:
-        axes.legend(fontsize=8)
+    if count := len(axes.get_legend_handles_labels()[1]):
+        beside = {"loc": "upper left", "bbox_to_anchor": (1.01, 1)}
+        axes.legend(fontsize=8, ncols=math.ceil(count / LEGEND_ROWS), **beside)
     return canvas
 
 
-def _series(
-    axes: Any, results: Results, figure: Figure, name: str, rows: Sequence[Row], style: Any
-) -> int:
-    """Our points with their intervals, and the source's as open ones; returns how many."""
-    points = []
+Place = tuple[float, float, float]
+"""x, y and half of an interval, or 0."""
+
+
+def _points(
+    results: Results, figure: Figure, rows: Sequence[Row]
+) -> tuple[list[Place], list[Place]]:
+    """Where our rows stand, and where the source's do; each by rising x."""
+    ours, others = [], []
     for row in rows:
-        x, y = _number(row, figure.x), _number(row, figure.y)
-        if x is not None and y is not None:
-            interval = row.quantities.get("interval") if figure.y == "score" else None
-            points.append((x, y, interval or 0.0))
-    others = []
-    for row in rows:
+        mine = {name: row.value(name) for name in (figure.x, figure.y, "interval")}
         said = results.targets_of(row)
-        given = {n: said.get(n, row.value(n)) for n in (figure.x, figure.y)}
-        if (figure.y in said or figure.x in said) and all(
-            isinstance(v, (int, float)) for v in given.values()
-        ):
-            scaled = [v / 1e6 if n.endswith("_bytes") else v for n, v in given.items()]
-            others.append((*scaled, said.get("interval", 0.0) if figure.y == "score" else 0.0))
-    points.sort()
+        ours.append(_place(figure, mine))
+        if figure.x in said or figure.y in said:
+            others.append(_place(figure, {**mine, "interval": None, **said}))
+    return sorted(filter(None, ours)), sorted(filter(None, others))
+
+
+def _place(figure: Figure, values: Mapping[str, Any]) -> Place | None:
+    x, y = (_number(name, values[name]) for name in (figure.x, figure.y))
+    if x is None or y is None:
+        return None
+    return x, y, (values["interval"] or 0.0) if figure.y == "score" else 0.0
+
+
+def _series(axes: Any, points: Sequence[Place], name: str | None, **style: Any) -> None:
     if points:
         xs, ys, errors = zip(*points, strict=True)
         bars = errors if any(errors) else None
-        joined = "none" if figure.kind == "front" and not figure.series else "-"
-        label = name or ("here" if others else None)
-        axes.errorbar(xs, ys, yerr=bars, label=label, capsize=2, ms=4.5, lw=1.2, ls=joined, **style)
-    others.sort()
-    if others:
-        xs, ys, errors = zip(*others, strict=True)
-        axes.errorbar(
-            xs, ys, yerr=errors if any(errors) else None, mfc="white", ms=4.5, lw=0.8, ls=":",
-            capsize=2, alpha=0.8, label=f"{name} (the report)" if name else "the report", **style,
-        )  # fmt: skip
-    return len(points) + len(others)
+        axes.errorbar(xs, ys, yerr=bars, label=name, capsize=2, ms=4.5, **style)
 
 
 def _pies(make: Any, results: Results, figure: Figure) -> Any:

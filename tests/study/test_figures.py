@@ -1,0 +1,79 @@
+"""Figures of rows that were made up: what stands where, and that nothing is covered or cut."""
+
+import io
+import re
+import struct
+from pathlib import Path
+
+import pytest
+
+from shoestring.study import figures
+from shoestring.study.results import Results, Row
+from shoestring.study.spec import from_values, load
+from shoestring.study.statistics import Sample
+
+pytest.importorskip("matplotlib")
+PAPER = Path(__file__).parents[2] / "studies" / "paper"
+
+
+def results(rows, figure, **more):
+    """What a study with this figure would have found: settings and quantities of each row."""
+    settings = {name: [row[0][name] for row in rows] for name in rows[0][0]}
+    grid = {"model": "m", "data": "digits", **settings}
+    given = {"grid": [grid], "figure": [{"name": "figure", **figure}], **more}
+    empty = Sample(0, None, None)
+    made = tuple(Row(s, {}, (), None, None, empty, q) for s, q in rows)
+    return Results(from_values(given, "", "made up"), made, (), {}, 0)
+
+
+def canvas(found, draw=figures._lines):
+    """The figure as matplotlib has it."""
+    with figures._drawing() as make:
+        made = draw(make, found, found.study.figures[0])
+        made.savefig(io.BytesIO(), format="png")
+        return made
+
+
+def many(count, **figure):
+    """One point and one of the source's for each of so many densities."""
+    rows = [
+        ({"density": (i + 1) / 100}, {"counted_bytes": 1e6 * (i + 1), "score": 90.0 + i / count})
+        for i in range(count)
+    ]
+    targets = [
+        {"where": dict(settings), "score": 90.5, "interval": 0.1} for settings, _ in rows[::2]
+    ]
+    return results(rows, {"series": "density", "log_x": True, **figure}, target=targets)
+
+
+@pytest.mark.parametrize("count", [2, 12, 40])
+def test_a_legend_covers_nothing_and_is_not_cut(count):
+    found = many(count)
+    made = canvas(found)
+    (axes,) = made.axes
+    box = axes.get_legend().get_window_extent()
+    assert len(axes.get_legend().get_texts()) == count + count // 2
+    assert not box.overlaps(axes.get_window_extent())
+    kept = made.get_tightbbox()  # what savefig writes, in inches
+    x0, y0, x1, y1 = (side / made.dpi for side in box.extents)
+    near = 0.01
+    assert kept.x0 - near < x0 and x1 < kept.x1 + near
+    assert kept.y0 - near < y0 and y1 < kept.y1 + near
+    files = figures.figures(found)
+    width, height = struct.unpack(">II", files["figure.png"][16:24])
+    assert width > kept.width * 200 and height > kept.height * 200
+    size = re.search(rb'width="([\d.]+)pt" height="([\d.]+)pt"', files["figure.svg"])
+    assert float(size[1]) > kept.width * 72 and float(size[2]) > kept.height * 72
+
+
+def test_no_two_series_look_alike():
+    points = [container.lines[0] for container in canvas(many(40)).axes[0].containers]
+    ours = [(n.get_color(), n.get_marker()) for n in points if n.get_linestyle() != ":"]
+    assert len(ours) == len(set(ours)) == 40, "also where no line joins them"
+
+
+def test_the_baseline_is_no_point_of_the_curve_of_its_density():
+    (figure,) = load(PAPER / "pareto.toml").figures
+    given = [{"density": 1.0, "precision": precision} for precision in ("fp32", "fp16")]
+    rows = [Row(settings, {}, (), None, None, Sample(0, None, None)) for settings in given]
+    assert len(figures.series_of(rows, figure.series)) == 2
