@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from shoestring.errors import InputError
 from shoestring.study import figures
 from shoestring.study.results import Results, Row
 from shoestring.study.spec import from_values, load
@@ -77,3 +78,37 @@ def test_the_baseline_is_no_point_of_the_curve_of_its_density():
     given = [{"density": 1.0, "precision": precision} for precision in ("fp32", "fp16")]
     rows = [Row(settings, {}, (), None, None, Sample(0, None, None)) for settings in given]
     assert len(figures.series_of(rows, figure.series)) == 2
+
+
+def front(found):
+    """The points that the figure calls Pareto-optimal."""
+    (line,) = (n for n in canvas(found).axes[0].get_lines() if n.get_label() == "Pareto-optimal")
+    assert line.get_marker() == "o", "one point alone is seen as well"
+    return list(zip(*line.get_data(orig=True), strict=True))
+
+
+QUANTITIES = [
+    {"counted_bytes": 1e6, "measured_bytes": 4e6, "score": 90.0, "reduction": 4.0, "seconds": 9.0},
+    {"counted_bytes": 2e6, "measured_bytes": 3e6, "score": 92.0, "reduction": 2.0, "seconds": 5.0},
+    {"counted_bytes": 4e6, "measured_bytes": 5e6, "score": 91.0, "reduction": 1.0, "seconds": 7.0},
+]
+FRONTS = {
+    ("counted_bytes", "score"): [(1, 90), (2, 92)],
+    ("measured_bytes", "score"): [(3, 92)],
+    ("reduction", "score"): [(4, 90), (2, 92)],
+    ("counted_bytes", "seconds"): [(1, 9), (2, 5)],
+}
+
+
+@pytest.mark.parametrize("axes", FRONTS, ids="-".join)
+def test_a_front_is_that_of_the_axes(axes):
+    rows = [({"density": 0.1 * i}, quantities) for i, quantities in enumerate(QUANTITIES, 1)]
+    x, y = axes
+    assert front(results(rows, {"kind": "front", "x": x, "y": y})) == FRONTS[axes]
+
+
+@pytest.mark.parametrize("name", ["density", "n"])
+def test_no_front_of_what_is_neither_good_nor_bad(name):
+    found = results([({"density": 0.5}, {"score": 90.0, "n": 2})], {"kind": "front", "x": name})
+    with pytest.raises(InputError, match=f"figure 'figure'.* {name} is better"):
+        figures.figures(found)

@@ -11,6 +11,7 @@ from typing import Any
 from ..errors import InputError
 from .results import Results, Row
 from .spec import Figure
+from .statistics import pareto_front
 from .tables import HEADS, SETTINGS, shown
 
 # Okabe and Ito's colours, which people with any colour vision can tell apart, less the yellow.
@@ -123,16 +124,10 @@ def _lines(make: Any, results: Results, figure: Figure) -> Any:
         open_ones = {"mfc": "white", "ls": ":", "lw": 0.8, "alpha": 0.8, **style}
         _series(axes, others, f"{name} (the report)" if name else "the report", **open_ones)
         drawn += len(ours) + len(others)
+    if figure.kind == "front":
+        _front(axes, _points(results, figure, results.rows)[0], figure)
     if not drawn:
         return None
-    if figure.kind == "front":
-        points = sorted(
-            (_number("counted_bytes", row.value("counted_bytes")) or 0.0, row.quantities["score"])
-            for row in (results.rows[i] for i in results.front)
-        )
-        if points:
-            best = {"color": "0.6", "lw": 1, "zorder": 0, "label": "Pareto-optimal"}
-            axes.step(*zip(*points, strict=True), where="post", **best)
     if figure.log_x:
         axes.set_xscale("log")
         axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
@@ -170,6 +165,28 @@ def _place(figure: Figure, values: Mapping[str, Any]) -> Place | None:
     if x is None or y is None:
         return None
     return x, y, (values["interval"] or 0.0) if figure.y == "score" else 0.0
+
+
+def _front(axes: Any, points: Sequence[Place], figure: Figure) -> None:
+    """Rings round the points that no other one beats on these axes, and steps between them."""
+    right, up = (_better(figure, name) for name in (figure.x, figure.y))
+    best = pareto_front([(-right * x, up * y) for x, y, _ in points])
+    if best:
+        xs, ys, _ = zip(*(points[i] for i in best), strict=True)
+        ring = {"marker": "o", "ms": 9, "mfc": "none", "color": "0.6", "lw": 1, "zorder": 0}
+        axes.step(xs, ys, where="post", label="Pareto-optimal", **ring)
+
+
+def _better(figure: Figure, name: str) -> int:
+    """1 where more of it is better, -1 where less is."""
+    if name.endswith("_bytes") or name in ("seconds", "flops_ratio", "score_loss"):
+        return -1
+    if name.endswith("reduction") or name == "score":
+        return 1
+    raise InputError(
+        f"figure {figure.name!r}: neither less nor more of {name} is better: there is no front",
+        hint='kind = "line", or axes such as counted_bytes and score',
+    )
 
 
 def _series(axes: Any, points: Sequence[Place], name: str | None, **style: Any) -> None:
