@@ -19,8 +19,7 @@ PAPER = Path(__file__).parents[2] / "studies" / "paper"
 
 def results(rows, figure, **more):
     """What a study with this figure would have found: settings and quantities of each row."""
-    settings = {name: [row[0][name] for row in rows] for name in rows[0][0]}
-    grid = {"model": "m", "data": "digits", **settings}
+    grid = {"model": "m", "data": "digits", "labels": rows[0][0]}
     given = {"grid": [grid], "figure": [{"name": "figure", **figure}], **more}
     empty = Sample(0, None, None)
     made = tuple(Row(s, {}, (), None, None, empty, q) for s, q in rows)
@@ -111,4 +110,23 @@ def test_a_front_is_that_of_the_axes(axes):
 def test_no_front_of_what_is_neither_good_nor_bad(name):
     found = results([({"density": 0.5}, {"score": 90.0, "n": 2})], {"kind": "front", "x": name})
     with pytest.raises(InputError, match=f"figure 'figure'.* {name} is better"):
+        figures.figures(found)
+
+
+def test_text_on_the_x_axis_is_drawn_as_categories():
+    scores = {"narrow": 91.0, "wide": 93.0, "broad": 92.0}
+    rows = [({"family": name}, {"score": score}) for name, score in scores.items()]
+    target = [{"where": {"family": "wide"}, "score": 94.0}]
+    found = results(rows, {"x": "family", "log_x": True}, target=target)
+    (axes,) = canvas(found).axes
+    assert [text.get_text() for text in axes.get_xticklabels()] == list(scores)
+    ours, others = (container.lines[0] for container in axes.containers)
+    assert list(zip(*ours.get_data(), strict=True)) == [(0, 91), (1, 93), (2, 92)]
+    assert list(zip(*others.get_data(), strict=True)) == [(1, 94)]
+    assert ours.get_linestyle() == others.get_linestyle() == "None", "nothing lies between them"
+
+
+def test_text_on_the_y_axis_is_an_error_that_names_the_figure():
+    found = results([({"family": "wide"}, {"score": 90.0})], {"x": "score", "y": "family"})
+    with pytest.raises(InputError, match="figure 'figure': y has to be a number, and family is"):
         figures.figures(found)

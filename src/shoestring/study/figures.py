@@ -85,6 +85,14 @@ def label_of(results: Results, name: str) -> str:
     return HEADS.get(name, SETTINGS.get(name, plain)).replace("counted", "memory, counted")
 
 
+def _words(rows: Sequence[Row], name: str) -> list[str]:
+    """The values of an axis with text on it, in the order they come; none where it has numbers."""
+    values = [row.value(name) for row in rows]
+    if not any(isinstance(value, (str, bool)) for value in values):
+        return []
+    return list(dict.fromkeys(shown(name, value) for value in values))
+
+
 def _number(name: str, value: Any) -> float | None:
     if not isinstance(value, (int, float)):
         return None
@@ -110,10 +118,16 @@ def _named(name: str, value: Any) -> str:
 def _lines(make: Any, results: Results, figure: Figure) -> Any:
     from matplotlib import ticker
 
+    if _words(results.rows, figure.y):
+        raise InputError(
+            f"figure {figure.name!r}: y has to be a number, and {figure.y} is text",
+            hint=f'x = "{figure.y}", or series = "{figure.y}"',
+        )
+    words = _words(results.rows, figure.x)
     canvas = make()
     axes = canvas.subplots()
     drawn = 0
-    joined = figure.kind != "front" or bool(figure.series)
+    joined = not words and (figure.kind != "front" or bool(figure.series))
     for number, (name, rows) in enumerate(series_of(results.rows, figure.series).items()):
         ours, others = _points(results, figure, rows)
         style = {
@@ -121,14 +135,17 @@ def _lines(make: Any, results: Results, figure: Figure) -> Any:
         }  # fmt: skip
         line = LINES[number % len(LINES)] if joined else "none"
         _series(axes, ours, name or ("here" if others else None), ls=line, lw=1.2, **style)
-        open_ones = {"mfc": "white", "ls": ":", "lw": 0.8, "alpha": 0.8, **style}
+        dots = "none" if words else ":"
+        open_ones = {"mfc": "white", "ls": dots, "lw": 0.8, "alpha": 0.8, **style}
         _series(axes, others, f"{name} (the report)" if name else "the report", **open_ones)
         drawn += len(ours) + len(others)
     if figure.kind == "front":
         _front(axes, _points(results, figure, results.rows)[0], figure)
     if not drawn:
         return None
-    if figure.log_x:
+    if words:
+        axes.set_xticks(range(len(words)), words, rotation=30, ha="right")
+    elif figure.log_x:
         axes.set_xscale("log")
         axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
@@ -151,17 +168,21 @@ def _points(
 ) -> tuple[list[Place], list[Place]]:
     """Where our rows stand, and where the source's do; each by rising x."""
     ours, others = [], []
+    words = _words(results.rows, figure.x)
     for row in rows:
         mine = {name: row.value(name) for name in (figure.x, figure.y, "interval")}
         said = results.targets_of(row)
-        ours.append(_place(figure, mine))
+        ours.append(_place(figure, mine, words))
         if figure.x in said or figure.y in said:
-            others.append(_place(figure, {**mine, "interval": None, **said}))
+            others.append(_place(figure, {**mine, "interval": None, **said}, words))
     return sorted(filter(None, ours)), sorted(filter(None, others))
 
 
-def _place(figure: Figure, values: Mapping[str, Any]) -> Place | None:
+def _place(figure: Figure, values: Mapping[str, Any], words: Sequence[str]) -> Place | None:
     x, y = (_number(name, values[name]) for name in (figure.x, figure.y))
+    if words:
+        text = shown(figure.x, values[figure.x])
+        x = float(words.index(text)) if text in words else None
     if x is None or y is None:
         return None
     return x, y, (values["interval"] or 0.0) if figure.y == "score" else 0.0
