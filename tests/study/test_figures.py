@@ -1,6 +1,7 @@
 """Figures of rows that were made up: what stands where, and that nothing is covered or cut."""
 
 import io
+import itertools
 import re
 import struct
 from pathlib import Path
@@ -130,3 +131,18 @@ def test_text_on_the_y_axis_is_an_error_that_names_the_figure():
     found = results([({"family": "wide"}, {"score": 90.0})], {"x": "score", "y": "family"})
     with pytest.raises(InputError, match="figure 'figure': y has to be a number, and family is"):
         figures.figures(found)
+
+
+@pytest.mark.parametrize("count", [1, 3, 27])
+def test_pies_stand_in_rows_and_apart(count):
+    sizes = {"model_bytes": 2e6, "optimizer_bytes": 3e6, "activation_bytes": 4e6}
+    words = "a rather long name of a setting, residual-2*, microbatch 10"
+    rows = [({"family": f"{words}, {i}"}, {"counted_bytes": 9e6, **sizes}) for i in range(count)]
+    found = results(rows, {"kind": "pie", "title": "Shares"})
+    made = canvas(found, figures._pies)
+    assert len(made.axes) == count
+    boxes = [axes.get_tightbbox() for axes in made.axes]
+    for one, other in itertools.combinations(boxes, 2):
+        assert not one.overlaps(other), "titles and legends as well"
+    width, height = struct.unpack(">II", figures.figures(found)["figure.png"][16:24])
+    assert width < 3600 and height < 700 * -(-count // 4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -221,9 +222,14 @@ def _pies(make: Any, results: Results, figure: Figure) -> Any:
     rows = [row for row in results.rows if "model_bytes" in row.quantities]
     if not rows:
         return None
-    canvas = make(figsize=(3.4 * len(rows), 3.2))
-    axes = canvas.subplots(1, len(rows), squeeze=False)
-    for place, row in zip(axes[0], rows, strict=True):
+    across = min(len(rows), max(4, math.isqrt(len(rows))))
+    down = math.ceil(len(rows) / across)
+    canvas = make(figsize=(3.4 * across, 3.2 * down), layout="constrained")
+    canvas.get_layout_engine().set(h_pad=0.15)  # inches, between a legend and the next title
+    places = canvas.subplots(down, across, squeeze=False).flatten()
+    for place in places[len(rows) :]:
+        place.remove()
+    for place, row in zip(places, rows, strict=False):
         sizes = [row.quantities[f"{kind}_bytes"] for kind in PIE_KINDS]
         place.pie(
             sizes,
@@ -238,7 +244,7 @@ def _pies(make: Any, results: Results, figure: Figure) -> Any:
         ]
         place.legend(texts, loc="upper center", bbox_to_anchor=(0.5, 0.03), fontsize=8)
         names = results.varied or ("model",)
-        title = ", ".join(shown(n, row.settings.get(n)) for n in names)
+        title = textwrap.fill(", ".join(shown(n, row.settings.get(n)) for n in names), 40)
         place.set_title(
             f"{title}\n{shown('model_bytes', row.quantities['counted_bytes'])} MB", fontsize=9
         )
