@@ -210,7 +210,8 @@ def test_ticks_are_different_and_whole_where_asked(made, tmp_path):
     assert found["decades"] == [1, 2, 5, 10, 20, 50, 100]
 
 
-def test_the_page_of_a_profile(tmp_path):
+def profiled(path):
+    """The profile of a small network, and its page."""
     from shoestring.profiling import profile
     from shoestring.target import resolve
 
@@ -218,7 +219,12 @@ def test_the_page_of_a_profile(tmp_path):
     result = profile(target.model, target.batch, loss=target.loss, optimizer="sgd")
     settings = {"model": "wrn-10-1", "batch": 4, "batch_unit": "images", "microbatch": None}
     settings |= {"density": None, "precision": "fp32", "checkpoint": "none", "optimizer": "sgd"}
-    write_profile(tmp_path / "profile.html", settings, result)
+    write_profile(path, settings, result)
+    return result
+
+
+def test_the_page_of_a_profile(tmp_path):
+    result = profiled(tmp_path / "profile.html")
     script = """
     found.paths = document.querySelectorAll("#timeline path[data-role]").length;
     found.pie = bytes();
@@ -226,6 +232,31 @@ def test_the_page_of_a_profile(tmp_path):
     found = rendered(tmp_path / "profile.html", tmp_path, script, 500)
     assert sum(found["pie"]) == result.peak_bytes
     assert found["paths"] == int((result.timeline.bytes_by_role.sum(axis=0) > 0).sum())
+
+
+def test_of_a_thinned_timeline_instants_stand_at_their_numbers(tmp_path, monkeypatch):
+    whole = profiled(tmp_path / "profile.html").timeline
+    count, peak = len(whole.labels), whole.peak_instant
+    monkeypatch.setattr("shoestring.study.timelines.MOST_INSTANTS", count * 4 // 5)
+    profiled(tmp_path / "profile.html")
+    script = """
+    const svg = document.querySelector("#timeline svg"), box = svg.getBoundingClientRect();
+    const [, , wide] = svg.getAttribute("viewBox").split(" ").map(Number);
+    const x = Number(svg.querySelector(".peak").getAttribute("x1"));
+    found.at = (x - 72) / (wide - 72 - 14);
+    found.cursor = Number(svg.querySelector(".cursor").getAttribute("x1")) === x;
+    found.end = svg.querySelector("[data-role]").getBBox().x +
+      svg.querySelector("[data-role]").getBBox().width;
+    found.right = wide - 14;
+    document.getElementById("instant").value = 0;
+    document.getElementById("instant").dispatchEvent(new Event("input"));
+    svg.dispatchEvent(new PointerEvent("pointermove", {clientX: box.left + x * box.width / wide}));
+    found.said = document.getElementById("instant-said").textContent;
+    """
+    found = rendered(tmp_path / "profile.html", tmp_path, script)
+    assert found["at"] == pytest.approx((peak + 0.5) / count, abs=1e-4) and found["cursor"]
+    assert found["end"] == pytest.approx(found["right"], abs=0.1), "as the axis"
+    assert found["said"].startswith(f"instant {peak + 1} of {count}: ")
 
 
 def five_hundred(folder, tiny):

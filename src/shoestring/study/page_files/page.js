@@ -86,7 +86,7 @@ function timeline() {
   const box = byId("timeline");
   if (!box) return;
   const slider = byId("instant"), said = byId("instant-said");
-  let frame = null, cursor = null, profile = null;
+  let frame = null, cursor = null, profile = null, at = [];
   const roles = () => Object.keys(profile.bytes);
   const total = (i) => roles().reduce((sum, role) => sum + profile.bytes[role][i], 0);
   function draw() {
@@ -95,13 +95,14 @@ function timeline() {
     for (const id of ["timeline-box", "pie-box"]) byId(id).hidden = !profile;
     if (!profile) return;
     const count = profile.labels.length;
-    frame = plot(box, { x: [0, count], y: [0, profile.peak_bytes * 1.08 / 1e6], whole: true, xLabel: "instant of the step", yLabel: "live memory (MB)",
+    at = [...(profile.kept ?? profile.labels.keys()), profile.instants]; // of a long step not every instant is kept
+    frame = plot(box, { x: [0, profile.instants], y: [0, profile.peak_bytes * 1.08 / 1e6], whole: true, xLabel: "instant of the step", yLabel: "live memory (MB)",
       label: "live bytes by category at every instant of a training step" });
     const below = new Array(count).fill(0);
     for (const role of roles()) {
       let up = "", down = "";
       profile.bytes[role].forEach((bytes, i) => {
-        const [x0, x1] = [frame.atX(i).toFixed(1), frame.atX(i + 1).toFixed(1)];
+        const [x0, x1] = [frame.atX(at[i]).toFixed(1), frame.atX(at[i + 1]).toFixed(1)];
         down = `L${x1} ${frame.atY(below[i] / 1e6).toFixed(1)}L${x0} ${frame.atY(below[i] / 1e6).toFixed(1)}` + down;
         below[i] += bytes;
         const y = frame.atY(below[i] / 1e6).toFixed(1);
@@ -109,7 +110,7 @@ function timeline() {
       });
       shape("path", { d: `${up}${down}Z`, style: `fill:var(--${role})`, "data-role": role }, frame.svg);
     }
-    const peakX = frame.atX(profile.peak + 0.5), late = peakX > frame.width / 2;
+    const peakX = frame.atX(at[profile.peak] + 0.5), late = peakX > frame.width / 2;
     shape("line", { class: "peak", x1: peakX, x2: peakX, y1: frame.top, y2: frame.height - frame.bottom }, frame.svg);
     shape("text", { x: peakX + (late ? -6 : 6), y: frame.top + 11, "text-anchor": late ? "end" : "start", id: "peak-label" }, frame.svg,
       `peak ${size(profile.peak_bytes)}`);
@@ -117,8 +118,9 @@ function timeline() {
     for (const kind of ["pointermove", "pointerdown"]) frame.svg.addEventListener(kind, (event) => {
       const box = frame.svg.getBoundingClientRect();
       const x = (event.clientX - box.left) * frame.width / box.width;
-      const i = Math.floor((x - frame.left) / (frame.width - frame.left - frame.right) * count);
-      if (i >= 0 && i < count) { slider.value = i; say(i); }
+      const number = (x - frame.left) / (frame.width - frame.left - frame.right) * profile.instants;
+      const i = at.findIndex((next) => next > number) - 1;
+      if (i >= 0) { slider.value = i; say(i); }
     });
     slider.max = count - 1;
     slider.value = profile.peak;
@@ -129,12 +131,11 @@ function timeline() {
     pie();
   }
   function say(i) {
-    const x = frame.atX(i + 0.5);
+    const x = frame.atX(at[i] + 0.5);
     cursor.setAttribute("x1", x);
     cursor.setAttribute("x2", x);
     const [operation, phase, module] = profile.labels[i].map((w) => profile.words[w]);
-    const number = (profile.kept ? profile.kept[i] : i) + 1;
-    const text = `instant ${number} of ${profile.instants}: ${operation.split(".")[1] ?? operation}${module ? ` of ${module}` : ""}, ${phase} · ${size(total(i))}`;
+    const text = `instant ${at[i] + 1} of ${profile.instants}: ${operation.split(".")[1] ?? operation}${module ? ` of ${module}` : ""}, ${phase} · ${size(total(i))}`;
     slider.setAttribute("aria-valuetext", text);
     said.replaceChildren();
     element("strong", {}, said, text);
