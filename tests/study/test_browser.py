@@ -11,7 +11,7 @@ import shutil
 import subprocess
 
 import pytest
-from studies import TINY
+from studies import TINY, made_up
 
 from shoestring.study.expand import expand
 from shoestring.study.page import page, write_profile
@@ -208,6 +208,26 @@ def test_ticks_are_different_and_whole_where_asked(made, tmp_path):
     assert found["whole"] == [0, 1, 2]
     assert len(found["narrow"]) > 2, "a log axis without a 1, 2 or 5 on it"
     assert found["decades"] == [1, 2, 5, 10, 20, 50, 100]
+
+
+def test_points_of_different_series_look_different(tmp_path):
+    rows = [
+        ({"density": i / 100, "precision": precision}, {"counted_bytes": i * 1e6, "score": 90.0})
+        for i in range(1, 15)
+        for precision in ("fp16", "fp32")
+    ]
+    found = made_up(rows, {"series": ["density", "precision"]})
+    (tmp_path / "page.html").write_text(page(found))
+    script = """
+    const look = (n) => n.getAttribute("d") + n.style.fill;
+    found.points = [...document.querySelectorAll("#pareto .point")]
+      .sort((a, b) => a.dataset.row - b.dataset.row).map(look);
+    found.legend = [...document.querySelectorAll("#pareto-series .swatch path")].map(look);
+    found.names = [...document.querySelectorAll("#pareto-series > span")].map((n) => n.textContent);
+    """
+    seen = rendered(tmp_path / "page.html", tmp_path, script)
+    assert len(set(seen["points"])) == 28 and seen["legend"] == seen["points"]
+    assert seen["names"][:2] == ["1% nonzero, fp16", "1% nonzero, fp32"]
 
 
 def profiled(path):

@@ -7,24 +7,16 @@ import struct
 from pathlib import Path
 
 import pytest
+from studies import made_up
 
 from shoestring.errors import InputError
 from shoestring.study import figures
-from shoestring.study.results import Results, Row
-from shoestring.study.spec import from_values, load
+from shoestring.study.results import Row
+from shoestring.study.spec import load
 from shoestring.study.statistics import Sample
 
 pytest.importorskip("matplotlib")
 PAPER = Path(__file__).parents[2] / "studies" / "paper"
-
-
-def results(rows, figure, **more):
-    """What a study with this figure would have found: settings and quantities of each row."""
-    grid = {"model": "m", "data": "digits", "labels": rows[0][0]}
-    given = {"grid": [grid], "figure": [{"name": "figure", **figure}], **more}
-    empty = Sample(0, None, None)
-    made = tuple(Row(s, {}, (), None, None, empty, q) for s, q in rows)
-    return Results(from_values(given, "", "made up"), made, (), {}, 0)
 
 
 def canvas(found, draw=figures._lines):
@@ -44,7 +36,7 @@ def many(count, **figure):
     targets = [
         {"where": dict(settings), "score": 90.5, "interval": 0.1} for settings, _ in rows[::2]
     ]
-    return results(rows, {"series": "density", "log_x": True, **figure}, target=targets)
+    return made_up(rows, {"series": "density", "log_x": True, **figure}, target=targets)
 
 
 @pytest.mark.parametrize("count", [2, 12, 40])
@@ -104,12 +96,12 @@ FRONTS = {
 def test_a_front_is_that_of_the_axes(axes):
     rows = [({"density": 0.1 * i}, quantities) for i, quantities in enumerate(QUANTITIES, 1)]
     x, y = axes
-    assert front(results(rows, {"kind": "front", "x": x, "y": y})) == FRONTS[axes]
+    assert front(made_up(rows, {"kind": "front", "x": x, "y": y})) == FRONTS[axes]
 
 
 @pytest.mark.parametrize("name", ["density", "n"])
 def test_no_front_of_what_is_neither_good_nor_bad(name):
-    found = results([({"density": 0.5}, {"score": 90.0, "n": 2})], {"kind": "front", "x": name})
+    found = made_up([({"density": 0.5}, {"score": 90.0, "n": 2})], {"kind": "front", "x": name})
     with pytest.raises(InputError, match=f"figure 'figure'.* {name} is better"):
         figures.figures(found)
 
@@ -118,7 +110,7 @@ def test_text_on_the_x_axis_is_drawn_as_categories():
     scores = {"narrow": 91.0, "wide": 93.0, "broad": 92.0}
     rows = [({"family": name}, {"score": score}) for name, score in scores.items()]
     target = [{"where": {"family": "wide"}, "score": 94.0}]
-    found = results(rows, {"x": "family", "log_x": True}, target=target)
+    found = made_up(rows, {"x": "family", "log_x": True}, target=target)
     (axes,) = canvas(found).axes
     assert [text.get_text() for text in axes.get_xticklabels()] == list(scores)
     ours, others = (container.lines[0] for container in axes.containers)
@@ -128,7 +120,7 @@ def test_text_on_the_x_axis_is_drawn_as_categories():
 
 
 def test_text_on_the_y_axis_is_an_error_that_names_the_figure():
-    found = results([({"family": "wide"}, {"score": 90.0})], {"x": "score", "y": "family"})
+    found = made_up([({"family": "wide"}, {"score": 90.0})], {"x": "score", "y": "family"})
     with pytest.raises(InputError, match="figure 'figure': y has to be a number, and family is"):
         figures.figures(found)
 
@@ -138,7 +130,7 @@ def test_pies_stand_in_rows_and_apart(count):
     sizes = {"model_bytes": 2e6, "optimizer_bytes": 3e6, "activation_bytes": 4e6}
     words = "a rather long name of a setting, residual-2*, microbatch 10"
     rows = [({"family": f"{words}, {i}"}, {"counted_bytes": 9e6, **sizes}) for i in range(count)]
-    found = results(rows, {"kind": "pie", "title": "Shares"})
+    found = made_up(rows, {"kind": "pie", "title": "Shares"})
     made = canvas(found, figures._pies)
     assert len(made.axes) == count
     boxes = [axes.get_tightbbox() for axes in made.axes]

@@ -104,16 +104,20 @@ def series_of(rows: Sequence[Row], names: Sequence[str]) -> dict[str, list[Row]]
     """The rows of each combination of values, in the order they come."""
     found: dict[str, list[Row]] = {}
     for row in rows:
-        key = ", ".join(_named(name, row.settings.get(name)) for name in names)
-        found.setdefault(key, []).append(row)
+        found.setdefault(series_name(row, names), []).append(row)
     return found
+
+
+def series_name(row: Row, names: Sequence[str]) -> str:
+    """What a legend calls the series of a row."""
+    return ", ".join(_named(name, row.settings.get(name)) for name in names)
 
 
 def _named(name: str, value: Any) -> str:
     text = shown(name, value)
     if name == "density":
         return f"{text} nonzero"
-    return f"{SETTINGS.get(name, name)} {text}" if isinstance(value, (int, float)) else text
+    return text if isinstance(value, str) else f"{SETTINGS.get(name, name)} {text}"
 
 
 def _lines(make: Any, results: Results, figure: Figure) -> Any:

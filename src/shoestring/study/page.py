@@ -17,6 +17,7 @@ from ..memory.model import MemoryProfile
 from ..records.run import FILE
 from ..units import format_size
 from .execute import Outcome
+from .figures import series_name
 from .results import Results, Row
 from .tables import HEADS, SETTINGS, Table, columns_of, shown, tables, target_text, with_interval
 
@@ -51,13 +52,7 @@ def profile_page(title: str, profile: Mapping[str, Any]) -> str:
         "score": None,
     }
     row |= {"predicted": None, "measured": None, "target": None, "runs": [], "profile": 0}
-    data: dict[str, Any] = {
-        "title": title,
-        "score_label": "",
-        "varied": [],
-        "heads": {},
-        "series": "",
-    }
+    data: dict[str, Any] = {"title": title, "score_label": "", "varied": [], "heads": {}}
     data |= {"rows": [row], "profiles": [_profile(profile)], "curves": {}}
     facts = (
         f"{profile['parameters']:,} parameters · {profile['accounting']} accounting · "
@@ -115,14 +110,12 @@ def _data(results: Results) -> dict[str, Any]:
                 found.append(_profile(row.profile.end))
             place = profiles[name]
         rows.append(_row(results, row, place))
-    series = next((f.series[0] for f in results.study.figures if f.series), None)
     heads = {n: SETTINGS.get(n, n.rpartition(".")[2].replace("_", " ")) for n in results.varied}
     return {
         "title": results.study.title,
         "score_label": results.study.score_label,
         "varied": results.varied,
         "heads": {**HEADS, **heads, "score": results.study.score_label},
-        "series": series or (results.varied[0] if results.varied else ""),
         "rows": rows,
         "profiles": found,
         "curves": {n: c for n, o in results.outcomes.items() if (c := _curve(o)) is not None},
@@ -136,8 +129,10 @@ def _row(results: Results, row: Row, profile: int | None) -> dict[str, Any]:
     target = {"score": said.get("score"), "memory": said.get("counted_bytes")}
     if target["score"] is not None:
         texts["the report"] = target_text(said, "score")
+    asked = (figure.series for figure in results.study.figures if figure.series)
     return {
         "settings": {n: shown(n, row.settings.get(n)) for n in results.varied},
+        "series": series_name(row, next(asked, results.varied[:1])),
         "texts": texts,
         "memory": row.quantities.get("counted_bytes"),
         "score": row.quantities.get("score"),

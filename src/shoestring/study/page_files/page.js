@@ -25,12 +25,11 @@ function pareto() {
   const rows = every.filter((row) => row.score !== null).sort((a, b) => a.memory - b.memory);
   const told = every.filter((row) => row.target && row.target.score !== undefined); // run here or not
   const controls = byId("filters"), said = byId("pareto-said"), picked = {};
-  const seriesName = data.series;
-  const series = [...new Set(data.rows.map((row) => row.settings[seriesName]))];
-  if (series.length > 1) series.forEach((value, i) => {
-    const item = element("span", {}, byId("pareto-series"));
-    element("span", { class: "swatch", style: `background:${colours[i % colours.length]}` }, item);
-    item.append(`${data.heads[seriesName] ?? seriesName} ${value}`);
+  const series = [...new Set(data.rows.map((row) => row.series))];
+  if (series.length > 1) series.forEach((name, i) => {
+    const item = element("span", {}, byId("pareto-series")), { d, colour } = looks(i);
+    shape("path", { d, style: `fill:${colour}` }, shape("svg", { class: "swatch", viewBox: "-7 -7 14 14", "aria-hidden": "true" }, item));
+    item.append(name);
   });
   for (const name of data.varied) {
     const values = [...new Set([...rows, ...told].map((row) => row.settings[name] ?? "–"))];
@@ -47,14 +46,15 @@ function pareto() {
     frame = plot(box, { x: range(all.map((p) => p[0] / 1e6), true), y: range(all.map((p) => p[1])), logX: true,
       xLabel: "memory, counted (MB)", yLabel: data.score_label, label: "memory and score of every setting; arrow keys walk through them" });
     front = shape("path", { class: "front" }, frame.svg);
-    const colour = (row) => colours[series.indexOf(row.settings[seriesName]) % colours.length];
+    const point = (row, kind, memory, score, paint, more = {}) => {
+      const { d, colour } = looks(series.indexOf(row.series));
+      return shape("path", { class: kind, d, transform: `translate(${frame.atX(memory / 1e6)} ${frame.atY(score)})`,
+        style: `${paint}:${colour}`, "data-row": row.index, ...more }, frame.svg);
+    };
     const points = [];
-    for (const row of told) shape("circle", { class: "point target", r: 6, cx: frame.atX((row.target.memory ?? row.memory) / 1e6),
-      cy: frame.atY(row.target.score), style: `stroke:${colour(row)}`, "data-row": row.index }, frame.svg);
+    for (const row of told) point(row, "point target", row.target.memory ?? row.memory, row.target.score, "stroke");
     for (const row of rows) {
-      const x = frame.atX(row.memory / 1e6), y = frame.atY(row.score);
-      const node = shape("circle", { class: "point", r: 5.5, cx: x, cy: y, style: `fill:${colour(row)}`, "data-row": row.index,
-        "aria-label": `${rowName(row)}: ${row.texts.counted_bytes ?? ""} MB, ${row.texts.score}` }, frame.svg);
+      const node = point(row, "point", row.memory, row.score, "fill", { "aria-label": `${rowName(row)}: ${row.texts.counted_bytes ?? ""} MB, ${row.texts.score}` });
       points.push({ node, row });
     }
     settle = walkable(points, ({ row }) => sayRow(said, row), ({ row }) => choose(row.index));
