@@ -230,6 +230,22 @@ def test_points_of_different_series_look_different(tmp_path):
     assert seen["names"][:2] == ["1% nonzero, fp16", "1% nonzero, fp32"]
 
 
+def test_every_setting_has_a_filter_and_one_point_a_front(tmp_path):
+    rows = [({"density": i / 100}, {"counted_bytes": i * 1e6, "score": 90.0}) for i in range(1, 41)]
+    (tmp_path / "page.html").write_text(page(made_up(rows, {})))
+    script = """
+    const filter = document.querySelector("#filters select[data-setting=density]");
+    found.values = [...filter.options].map((n) => n.value);
+    filter.value = "40%";
+    filter.dispatchEvent(new Event("change"));
+    found.count = document.getElementById("pareto-count").textContent;
+    found.front = document.querySelector("#pareto .front").getBBox().width;
+    """
+    found = rendered(tmp_path / "page.html", tmp_path, script)
+    assert found["values"] == ["all", *(f"{i}%" for i in range(1, 41))]
+    assert found["count"] == "1 of 40 settings" and found["front"] > 10
+
+
 def profiled(path):
     """The profile of a small network, and its page."""
     from shoestring.profiling import profile

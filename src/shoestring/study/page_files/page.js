@@ -33,7 +33,7 @@ function pareto() {
   });
   for (const name of data.varied) {
     const values = [...new Set([...rows, ...told].map((row) => row.settings[name] ?? "–"))];
-    if (values.length < 2 || values.length > 24) continue;
+    if (values.length < 2) continue;
     const label = element("label", {}, controls, data.heads[name]);
     const select = element("select", { "data-setting": name }, label);
     for (const value of ["all", ...values]) element("option", { value }, select, value);
@@ -72,7 +72,7 @@ function pareto() {
       path += path ? `H${x}V${y}` : `M${x} ${y}`;
       best = row.score;
     }
-    front.setAttribute("d", path);
+    front.setAttribute("d", path && `${path}H${frame.width - frame.right}`);
     settle();
     byId("pareto-count").textContent = `${shown.length} of ${rows.length} settings`;
   }
