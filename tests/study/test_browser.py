@@ -325,8 +325,16 @@ def test_five_hundred_runs_open_in_two_seconds(tiny, tmp_path):
     results = load_results(tmp_path / "large")
     assert len(results.rows) == 100 and sum(row.score.n for row in results.rows) == 500
     (tmp_path / "large.html").write_text(page(results))
-    script = "found.points = document.querySelectorAll('#pareto .point').length;"
+    script = """
+    found.points = document.querySelectorAll("#pareto .point").length;
+    const stops = [...document.querySelectorAll("a[href], select, input, button, [tabindex='0']")];
+    found.stops = stops.map((n) => n.getAttribute("href")).slice(0, 9);
+    found.sections = [...document.querySelectorAll("main > section")].map((n) => `#${n.id}`);
+    """
     found = rendered(tmp_path / "large.html", tmp_path, script)
     assert found["points"] == 100
+    links = ["#content", *found["sections"]]
+    assert found["stops"][: len(links)] == links, "a few keys lead to every section"
+    assert "#front" in links and "#runs" in links
     assert found["milliseconds"] < 2000
     print(f"{(tmp_path / 'large.html').stat().st_size:,} bytes, {found['milliseconds']:.0f} ms")
