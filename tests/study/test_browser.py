@@ -284,13 +284,16 @@ def test_of_a_thinned_timeline_instants_stand_at_their_numbers(tmp_path, monkeyp
     found.end = svg.querySelector("[data-role]").getBBox().x +
       svg.querySelector("[data-role]").getBBox().width;
     found.right = wide - 14;
-    document.getElementById("instant").value = 0;
-    document.getElementById("instant").dispatchEvent(new Event("input"));
+    const slider = document.getElementById("instant");
+    found.slider = slider.value / slider.max;
+    slider.value = 0;
+    slider.dispatchEvent(new Event("input"));
     svg.dispatchEvent(new PointerEvent("pointermove", {clientX: box.left + x * box.width / wide}));
     found.said = document.getElementById("instant-said").textContent;
     """
     found = rendered(tmp_path / "profile.html", tmp_path, script)
     assert found["at"] == pytest.approx((peak + 0.5) / count, abs=1e-4) and found["cursor"]
+    assert found["slider"] == pytest.approx(found["at"], abs=0.01)
     assert found["end"] == pytest.approx(found["right"], abs=0.1), "as the axis"
     assert found["said"].startswith(f"instant {peak + 1} of {count}: ")
 
