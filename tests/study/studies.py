@@ -11,6 +11,9 @@ from shoestring.records.run import FILE, read, strip_times
 from shoestring.study.command import run_study
 from shoestring.study.execute import Place
 from shoestring.study.local import PRELOADED
+from shoestring.study.results import Results, Row
+from shoestring.study.spec import from_values
+from shoestring.study.statistics import Sample
 
 TINY = """
 title = "A tiny <study>"
@@ -76,6 +79,17 @@ data = "digits"
 batch = 200
 epochs = 1
 """
+
+
+def made_up(
+    rows: list[tuple[dict[str, Any], dict[str, float]]], figure: dict[str, Any], **more: Any
+) -> Results:
+    """What a study with this figure would have found: labels and quantities of each row."""
+    grid = {"model": "m", "data": "digits", "labels": rows[0][0]}
+    given = {"grid": [grid], "figure": [{"name": "figure", **figure}], **more}
+    empty = Sample(0, None, None)
+    made = tuple(Row(settings, {}, (), None, None, empty, found) for settings, found in rows)
+    return Results(from_values(given, "", "made up"), made, (), {}, 0)
 
 
 def context() -> Any:

@@ -11,7 +11,7 @@ import shutil
 import subprocess
 
 import pytest
-from studies import TINY
+from studies import TINY, made_up
 
 from shoestring.study.expand import expand
 from shoestring.study.page import page, write_profile
@@ -210,7 +210,44 @@ def test_ticks_are_different_and_whole_where_asked(made, tmp_path):
     assert found["decades"] == [1, 2, 5, 10, 20, 50, 100]
 
 
-def test_the_page_of_a_profile(tmp_path):
+def test_points_of_different_series_look_different(tmp_path):
+    rows = [
+        ({"density": i / 100, "precision": precision}, {"counted_bytes": i * 1e6, "score": 90.0})
+        for i in range(1, 15)
+        for precision in ("fp16", "fp32")
+    ]
+    found = made_up(rows, {"series": ["density", "precision"]})
+    (tmp_path / "page.html").write_text(page(found))
+    script = """
+    const look = (n) => n.getAttribute("d") + n.style.fill;
+    found.points = [...document.querySelectorAll("#pareto .point")]
+      .sort((a, b) => a.dataset.row - b.dataset.row).map(look);
+    found.legend = [...document.querySelectorAll("#pareto-series .swatch path")].map(look);
+    found.names = [...document.querySelectorAll("#pareto-series > span")].map((n) => n.textContent);
+    """
+    seen = rendered(tmp_path / "page.html", tmp_path, script)
+    assert len(set(seen["points"])) == 28 and seen["legend"] == seen["points"]
+    assert seen["names"][:2] == ["1% nonzero, fp16", "1% nonzero, fp32"]
+
+
+def test_every_setting_has_a_filter_and_one_point_a_front(tmp_path):
+    rows = [({"density": i / 100}, {"counted_bytes": i * 1e6, "score": 90.0}) for i in range(1, 41)]
+    (tmp_path / "page.html").write_text(page(made_up(rows, {})))
+    script = """
+    const filter = document.querySelector("#filters select[data-setting=density]");
+    found.values = [...filter.options].map((n) => n.value);
+    filter.value = "40%";
+    filter.dispatchEvent(new Event("change"));
+    found.count = document.getElementById("pareto-count").textContent;
+    found.front = document.querySelector("#pareto .front").getBBox().width;
+    """
+    found = rendered(tmp_path / "page.html", tmp_path, script)
+    assert found["values"] == ["all", *(f"{i}%" for i in range(1, 41))]
+    assert found["count"] == "1 of 40 settings" and found["front"] > 10
+
+
+def profiled(path):
+    """The profile of a small network, and its page."""
     from shoestring.profiling import profile
     from shoestring.target import resolve
 
@@ -218,7 +255,12 @@ def test_the_page_of_a_profile(tmp_path):
     result = profile(target.model, target.batch, loss=target.loss, optimizer="sgd")
     settings = {"model": "wrn-10-1", "batch": 4, "batch_unit": "images", "microbatch": None}
     settings |= {"density": None, "precision": "fp32", "checkpoint": "none", "optimizer": "sgd"}
-    write_profile(tmp_path / "profile.html", settings, result)
+    write_profile(path, settings, result)
+    return result
+
+
+def test_the_page_of_a_profile(tmp_path):
+    result = profiled(tmp_path / "profile.html")
     script = """
     found.paths = document.querySelectorAll("#timeline path[data-role]").length;
     found.pie = bytes();
@@ -226,6 +268,34 @@ def test_the_page_of_a_profile(tmp_path):
     found = rendered(tmp_path / "profile.html", tmp_path, script, 500)
     assert sum(found["pie"]) == result.peak_bytes
     assert found["paths"] == int((result.timeline.bytes_by_role.sum(axis=0) > 0).sum())
+
+
+def test_of_a_thinned_timeline_instants_stand_at_their_numbers(tmp_path, monkeypatch):
+    whole = profiled(tmp_path / "profile.html").timeline
+    count, peak = len(whole.labels), whole.peak_instant
+    monkeypatch.setattr("shoestring.study.timelines.MOST_INSTANTS", count * 4 // 5)
+    profiled(tmp_path / "profile.html")
+    script = """
+    const svg = document.querySelector("#timeline svg"), box = svg.getBoundingClientRect();
+    const [, , wide] = svg.getAttribute("viewBox").split(" ").map(Number);
+    const x = Number(svg.querySelector(".peak").getAttribute("x1"));
+    found.at = (x - 72) / (wide - 72 - 14);
+    found.cursor = Number(svg.querySelector(".cursor").getAttribute("x1")) === x;
+    found.end = svg.querySelector("[data-role]").getBBox().x +
+      svg.querySelector("[data-role]").getBBox().width;
+    found.right = wide - 14;
+    const slider = document.getElementById("instant");
+    found.slider = slider.value / slider.max;
+    slider.value = 0;
+    slider.dispatchEvent(new Event("input"));
+    svg.dispatchEvent(new PointerEvent("pointermove", {clientX: box.left + x * box.width / wide}));
+    found.said = document.getElementById("instant-said").textContent;
+    """
+    found = rendered(tmp_path / "profile.html", tmp_path, script)
+    assert found["at"] == pytest.approx((peak + 0.5) / count, abs=1e-4) and found["cursor"]
+    assert found["slider"] == pytest.approx(found["at"], abs=0.01)
+    assert found["end"] == pytest.approx(found["right"], abs=0.1), "as the axis"
+    assert found["said"].startswith(f"instant {peak + 1} of {count}: ")
 
 
 def five_hundred(folder, tiny):
@@ -258,8 +328,16 @@ def test_five_hundred_runs_open_in_two_seconds(tiny, tmp_path):
     results = load_results(tmp_path / "large")
     assert len(results.rows) == 100 and sum(row.score.n for row in results.rows) == 500
     (tmp_path / "large.html").write_text(page(results))
-    script = "found.points = document.querySelectorAll('#pareto .point').length;"
+    script = """
+    found.points = document.querySelectorAll("#pareto .point").length;
+    const stops = [...document.querySelectorAll("a[href], select, input, button, [tabindex='0']")];
+    found.stops = stops.map((n) => n.getAttribute("href")).slice(0, 9);
+    found.sections = [...document.querySelectorAll("main > section")].map((n) => `#${n.id}`);
+    """
     found = rendered(tmp_path / "large.html", tmp_path, script)
     assert found["points"] == 100
+    links = ["#content", *found["sections"]]
+    assert found["stops"][: len(links)] == links, "a few keys lead to every section"
+    assert "#front" in links and "#runs" in links
     assert found["milliseconds"] < 2000
     print(f"{(tmp_path / 'large.html').stat().st_size:,} bytes, {found['milliseconds']:.0f} ms")

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
+import math
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from ..errors import InputError
 from .results import Results, Row
 from .spec import Figure
+from .statistics import pareto_front
 from .tables import HEADS, SETTINGS, shown
 
 # Okabe and Ito's colours, which people with any colour vision can tell apart, less the yellow.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-MARKERS = "osD^vPX"
+MARKERS = "osD^vP<>"
+LINES = ("-", "--", "-.")
+"""No two of the three lengths have a divisor in common: 168 series differ. Dotted: the source."""
+LEGEND_ROWS = 14
+"""So many stand beside the axes before a second column begins."""
 STYLE: dict[str, Any] = {
     "svg.hashsalt": "shoestring",
     "svg.fonttype": "path",
@@ -79,8 +86,15 @@ def label_of(results: Results, name: str) -> str:
     return HEADS.get(name, SETTINGS.get(name, plain)).replace("counted", "memory, counted")
 
 
-def _number(row: Row, name: str) -> float | None:
-    value = row.value(name)
+def _words(rows: Sequence[Row], name: str) -> list[str]:
+    """The values of an axis with text on it, in the order they come; none where it has numbers."""
+    values = [row.value(name) for row in rows]
+    if not any(isinstance(value, (str, bool)) for value in values):
+        return []
+    return list(dict.fromkeys(shown(name, value) for value in values))
+
+
+def _number(name: str, value: Any) -> float | None:
     if not isinstance(value, (int, float)):
         return None
     return value / 1e6 if name.endswith("_bytes") else float(value)
@@ -90,40 +104,53 @@ def series_of(rows: Sequence[Row], names: Sequence[str]) -> dict[str, list[Row]]
     """The rows of each combination of values, in the order they come."""
     found: dict[str, list[Row]] = {}
     for row in rows:
-        key = ", ".join(_named(name, row.settings.get(name)) for name in names)
-        found.setdefault(key, []).append(row)
+        found.setdefault(series_name(row, names), []).append(row)
     return found
+
+
+def series_name(row: Row, names: Sequence[str]) -> str:
+    """What a legend calls the series of a row."""
+    return ", ".join(_named(name, row.settings.get(name)) for name in names)
 
 
 def _named(name: str, value: Any) -> str:
     text = shown(name, value)
     if name == "density":
         return f"{text} nonzero"
-    return f"{SETTINGS.get(name, name)} {text}" if isinstance(value, (int, float)) else text
+    return text if isinstance(value, str) else f"{SETTINGS.get(name, name)} {text}"
 
 
 def _lines(make: Any, results: Results, figure: Figure) -> Any:
     from matplotlib import ticker
 
+    if _words(results.rows, figure.y):
+        raise InputError(
+            f"figure {figure.name!r}: y has to be a number, and {figure.y} is text",
+            hint=f'x = "{figure.y}", or series = "{figure.y}"',
+        )
+    words = _words(results.rows, figure.x)
     canvas = make()
     axes = canvas.subplots()
     drawn = 0
+    joined = not words and (figure.kind != "front" or bool(figure.series))
     for number, (name, rows) in enumerate(series_of(results.rows, figure.series).items()):
+        ours, others = _points(results, figure, rows)
         style = {
             "color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)],
         }  # fmt: skip
-        drawn += _series(axes, results, figure, name, rows, style)
+        line = LINES[number % len(LINES)] if joined else "none"
+        _series(axes, ours, name or ("here" if others else None), ls=line, lw=1.2, **style)
+        dots = "none" if words else ":"
+        open_ones = {"mfc": "white", "ls": dots, "lw": 0.8, "alpha": 0.8, **style}
+        _series(axes, others, f"{name} (the report)" if name else "the report", **open_ones)
+        drawn += len(ours) + len(others)
+    if figure.kind == "front":
+        _front(axes, _points(results, figure, results.rows)[0], figure)
     if not drawn:
         return None
-    if figure.kind == "front":
-        points = sorted(
-            (_number(row, "counted_bytes") or 0.0, row.quantities["score"])
-            for row in (results.rows[i] for i in results.front)
-        )
-        if points:
-            best = {"color": "0.6", "lw": 1, "zorder": 0, "label": "Pareto-optimal"}
-            axes.step(*zip(*points, strict=True), where="post", **best)
-    if figure.log_x:
+    if words:
+        axes.set_xticks(range(len(words)), words, rotation=30, ha="right")
+    elif figure.log_x:
         axes.set_xscale("log")
         axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
@@ -131,54 +158,82 @@ def _lines(make: Any, results: Results, figure: Figure) -> Any:
     axes.set_xlabel(label_of(results, figure.x))
     axes.set_ylabel(label_of(results, figure.y))
     axes.set_title(figure.title or results.study.title, fontsize=10)
-    if axes.get_legend_handles_labels()[1]:
-        axes.legend(fontsize=8)
+    if count := len(axes.get_legend_handles_labels()[1]):
+        beside = {"loc": "upper left", "bbox_to_anchor": (1.01, 1)}
+        axes.legend(fontsize=8, ncols=math.ceil(count / LEGEND_ROWS), **beside)
     return canvas
 
 
-def _series(
-    axes: Any, results: Results, figure: Figure, name: str, rows: Sequence[Row], style: Any
-) -> int:
-    """Our points with their intervals, and the source's as open ones; returns how many."""
-    points = []
+Place = tuple[float, float, float]
+"""x, y and half of an interval, or 0."""
+
+
+def _points(
+    results: Results, figure: Figure, rows: Sequence[Row]
+) -> tuple[list[Place], list[Place]]:
+    """Where our rows stand, and where the source's do; each by rising x."""
+    ours, others = [], []
+    words = _words(results.rows, figure.x)
     for row in rows:
-        x, y = _number(row, figure.x), _number(row, figure.y)
-        if x is not None and y is not None:
-            interval = row.quantities.get("interval") if figure.y == "score" else None
-            points.append((x, y, interval or 0.0))
-    others = []
-    for row in rows:
+        mine = {name: row.value(name) for name in (figure.x, figure.y, "interval")}
         said = results.targets_of(row)
-        given = {n: said.get(n, row.value(n)) for n in (figure.x, figure.y)}
-        if (figure.y in said or figure.x in said) and all(
-            isinstance(v, (int, float)) for v in given.values()
-        ):
-            scaled = [v / 1e6 if n.endswith("_bytes") else v for n, v in given.items()]
-            others.append((*scaled, said.get("interval", 0.0) if figure.y == "score" else 0.0))
-    points.sort()
+        ours.append(_place(figure, mine, words))
+        if figure.x in said or figure.y in said:
+            others.append(_place(figure, {**mine, "interval": None, **said}, words))
+    return sorted(filter(None, ours)), sorted(filter(None, others))
+
+
+def _place(figure: Figure, values: Mapping[str, Any], words: Sequence[str]) -> Place | None:
+    x, y = (_number(name, values[name]) for name in (figure.x, figure.y))
+    if words:
+        text = shown(figure.x, values[figure.x])
+        x = float(words.index(text)) if text in words else None
+    if x is None or y is None:
+        return None
+    return x, y, (values["interval"] or 0.0) if figure.y == "score" else 0.0
+
+
+def _front(axes: Any, points: Sequence[Place], figure: Figure) -> None:
+    """Rings round the points that no other one beats on these axes, and steps between them."""
+    right, up = (_better(figure, name) for name in (figure.x, figure.y))
+    best = pareto_front([(-right * x, up * y) for x, y, _ in points])
+    if best:
+        xs, ys, _ = zip(*(points[i] for i in best), strict=True)
+        ring = {"marker": "o", "ms": 9, "mfc": "none", "color": "0.6", "lw": 1, "zorder": 0}
+        axes.step(xs, ys, where="post", label="Pareto-optimal", **ring)
+
+
+def _better(figure: Figure, name: str) -> int:
+    """1 where more of it is better, -1 where less is."""
+    if name.endswith("_bytes") or name in ("seconds", "flops_ratio", "score_loss"):
+        return -1
+    if name.endswith("reduction") or name == "score":
+        return 1
+    raise InputError(
+        f"figure {figure.name!r}: neither less nor more of {name} is better: there is no front",
+        hint='kind = "line", or axes such as counted_bytes and score',
+    )
+
+
+def _series(axes: Any, points: Sequence[Place], name: str | None, **style: Any) -> None:
     if points:
         xs, ys, errors = zip(*points, strict=True)
         bars = errors if any(errors) else None
-        joined = "none" if figure.kind == "front" and not figure.series else "-"
-        label = name or ("here" if others else None)
-        axes.errorbar(xs, ys, yerr=bars, label=label, capsize=2, ms=4.5, lw=1.2, ls=joined, **style)
-    others.sort()
-    if others:
-        xs, ys, errors = zip(*others, strict=True)
-        axes.errorbar(
-            xs, ys, yerr=errors if any(errors) else None, mfc="white", ms=4.5, lw=0.8, ls=":",
-            capsize=2, alpha=0.8, label=f"{name} (the report)" if name else "the report", **style,
-        )  # fmt: skip
-    return len(points) + len(others)
+        axes.errorbar(xs, ys, yerr=bars, label=name, capsize=2, ms=4.5, **style)
 
 
 def _pies(make: Any, results: Results, figure: Figure) -> Any:
     rows = [row for row in results.rows if "model_bytes" in row.quantities]
     if not rows:
         return None
-    canvas = make(figsize=(3.4 * len(rows), 3.2))
-    axes = canvas.subplots(1, len(rows), squeeze=False)
-    for place, row in zip(axes[0], rows, strict=True):
+    across = min(len(rows), max(4, math.isqrt(len(rows))))
+    down = math.ceil(len(rows) / across)
+    canvas = make(figsize=(3.4 * across, 3.2 * down), layout="constrained")
+    canvas.get_layout_engine().set(h_pad=0.15)  # inches, between a legend and the next title
+    places = canvas.subplots(down, across, squeeze=False).flatten()
+    for place in places[len(rows) :]:
+        place.remove()
+    for place, row in zip(places, rows, strict=False):
         sizes = [row.quantities[f"{kind}_bytes"] for kind in PIE_KINDS]
         place.pie(
             sizes,
@@ -193,7 +248,7 @@ def _pies(make: Any, results: Results, figure: Figure) -> Any:
         ]
         place.legend(texts, loc="upper center", bbox_to_anchor=(0.5, 0.03), fontsize=8)
         names = results.varied or ("model",)
-        title = ", ".join(shown(n, row.settings.get(n)) for n in names)
+        title = textwrap.fill(", ".join(shown(n, row.settings.get(n)) for n in names), 40)
         place.set_title(
             f"{title}\n{shown('model_bytes', row.quantities['counted_bytes'])} MB", fontsize=9
         )

@@ -9,7 +9,7 @@ from html import escape
 from importlib.resources import files
 from pathlib import Path
 from posixpath import normpath
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from ..errors import InputError
@@ -17,6 +17,7 @@ from ..memory.model import MemoryProfile
 from ..records.run import FILE
 from ..units import format_size
 from .execute import Outcome
+from .figures import series_name
 from .results import Results, Row
 from .tables import HEADS, SETTINGS, Table, columns_of, shown, tables, target_text, with_interval
 
@@ -29,17 +30,16 @@ def page(results: Results, made: Sequence[Table] | None = None, runs: str = "../
     study = results.study
     scored = any("score" in row.quantities for row in results.rows)
     data = _data(results)
-    parts = [
-        _header(results),
+    sections = [
         _section("tables", *(_html_table(t) for t in made or tables(results)), title="Results"),
-        _pareto(results) if scored else "",
-        _setting() if len(results.rows) > 1 else "",
-        _timeline() if data["profiles"] else "",
-        _curves(data) if data["curves"] else "",
+        _pareto(results) if scored else None,
+        _setting() if len(results.rows) > 1 else None,
+        _timeline() if data["profiles"] else None,
+        _curves(data) if data["curves"] else None,
         _agreement(results),
         _runs(results, runs),
     ]
-    return _document(study.title, "\n".join(part for part in parts if part), data)
+    return _document(study.title, _facts(results), [s for s in sections if s is not None], data)
 
 
 def profile_page(title: str, profile: Mapping[str, Any]) -> str:
@@ -51,20 +51,13 @@ def profile_page(title: str, profile: Mapping[str, Any]) -> str:
         "score": None,
     }
     row |= {"predicted": None, "measured": None, "target": None, "runs": [], "profile": 0}
-    data: dict[str, Any] = {
-        "title": title,
-        "score_label": "",
-        "varied": [],
-        "heads": {},
-        "series": "",
-    }
+    data: dict[str, Any] = {"title": title, "score_label": "", "varied": [], "heads": {}}
     data |= {"rows": [row], "profiles": [_profile(profile)], "curves": {}}
     facts = (
         f"{profile['parameters']:,} parameters · {profile['accounting']} accounting · "
         f"peak {format_size(profile['peak_bytes'])}, {profile['peak']['phase']}"
     )
-    head = f"<header><h1>{escape(title)}</h1><p>{escape(facts)}</p></header>"
-    return _document(title, f'{head}\n<main id="content">\n{_timeline()}\n</main>', data)
+    return _document(title, f"<p>{escape(facts)}</p>", [_timeline()], data)
 
 
 def write_profile(path: str | Path, settings: Mapping[str, Any], result: MemoryProfile) -> None:
@@ -81,7 +74,7 @@ def write_profile(path: str | Path, settings: Mapping[str, Any], result: MemoryP
         raise InputError(f"cannot write {path}: {error.strerror}") from None
 
 
-def _document(title: str, body: str, data: Mapping[str, Any]) -> str:
+def _document(title: str, facts: str, sections: Sequence[Section], data: Mapping[str, Any]) -> str:
     here = files("shoestring.study") / "page_files"
     read = {name: (here / name).read_text(encoding="utf-8") for name in _FILES}
     # A "<" in the data could end the script it stands in.
@@ -89,7 +82,9 @@ def _document(title: str, body: str, data: Mapping[str, Any]) -> str:
     filled = {
         "@TITLE@": escape(title),
         "@STYLE@": read["page.css"],
-        "@BODY@": body,
+        "@FACTS@": facts,
+        "@LINKS@": _links(sections),
+        "@BODY@": "\n".join(section.text for section in sections),
         "@DATA@": text,
         "@SCRIPT@": read["plots.js"] + read["page.js"],
     }
@@ -115,14 +110,12 @@ def _data(results: Results) -> dict[str, Any]:
                 found.append(_profile(row.profile.end))
             place = profiles[name]
         rows.append(_row(results, row, place))
-    series = next((f.series[0] for f in results.study.figures if f.series), None)
     heads = {n: SETTINGS.get(n, n.rpartition(".")[2].replace("_", " ")) for n in results.varied}
     return {
         "title": results.study.title,
         "score_label": results.study.score_label,
         "varied": results.varied,
         "heads": {**HEADS, **heads, "score": results.study.score_label},
-        "series": series or (results.varied[0] if results.varied else ""),
         "rows": rows,
         "profiles": found,
         "curves": {n: c for n, o in results.outcomes.items() if (c := _curve(o)) is not None},
@@ -136,8 +129,10 @@ def _row(results: Results, row: Row, profile: int | None) -> dict[str, Any]:
     target = {"score": said.get("score"), "memory": said.get("counted_bytes")}
     if target["score"] is not None:
         texts["the report"] = target_text(said, "score")
+    asked = (figure.series for figure in results.study.figures if figure.series)
     return {
         "settings": {n: shown(n, row.settings.get(n)) for n in results.varied},
+        "series": series_name(row, next(asked, results.varied[:1])),
         "texts": texts,
         "memory": row.quantities.get("counted_bytes"),
         "score": row.quantities.get("score"),
@@ -166,11 +161,26 @@ def _curve(found: Outcome) -> dict[str, Any] | None:
     return made
 
 
-def _section(name: str, *parts: str, title: str) -> str:
-    return f'<section id="{name}">\n<h2>{escape(title)}</h2>\n' + "\n".join(parts) + "\n</section>"
+class Section(NamedTuple):
+    """A part of the page, and where a link to it leads."""
+
+    name: str
+    title: str
+    text: str
 
 
-def _header(results: Results) -> str:
+def _section(name: str, *parts: str, title: str) -> Section:
+    head = f'<section id="{name}">\n<h2>{escape(title)}</h2>\n'
+    return Section(name, title, head + "\n".join(parts) + "\n</section>")
+
+
+def _links(sections: Sequence[Section]) -> str:
+    """A way past long tables for who has no pointer; to one section alone there is none."""
+    links = "\n".join(f'<a href="#{s.name}">{escape(s.title)}</a>' for s in sections)
+    return f'<nav aria-label="sections">\n{links}\n</nav>' if len(sections) > 1 else ""
+
+
+def _facts(results: Results) -> str:
     study, runs = results.study, results.outcomes.values()
     failed = sum(run.error is not None for run in runs)
     hosts = sorted({_host(run) for run in runs if run.error is None})
@@ -178,12 +188,10 @@ def _header(results: Results) -> str:
     facts += [f"{failed} failed"] if failed else []
     facts += [f"{results.missing} still to run"] if results.missing else []
     lines = [
-        f"<header><h1>{escape(study.title)}</h1>",
         f"<p>{escape(study.notes)}</p>" if study.notes else "",
         f"<p>{escape(' · '.join(facts))}</p>",
         f'<p class="faint">Targets: {escape(study.source)}</p>' if study.source else "",
         *(f'<p class="faint">{escape(host)}</p>' for host in hosts),
-        '</header>\n<main id="content">',
     ]
     return "\n".join(line for line in lines if line)
 
@@ -225,7 +233,7 @@ def _cells(texts: Iterable[str], tag: str = "td", links: Sequence[str] | None = 
     return f"<thead>{row}</thead>" if tag == "th" else row
 
 
-def _pareto(results: Results) -> str:
+def _pareto(results: Results) -> Section:
     told = any("score" in results.targets_of(row) for row in results.rows)
     return _section(
         "front",
@@ -241,14 +249,12 @@ def _pareto(results: Results) -> str:
     )
 
 
-def _setting() -> str:
-    return (
-        '<section id="one"><h2>One setting</h2>\n'
-        '<label class="wide">setting<select id="setting"></select></label></section>'
-    )
+def _setting() -> Section:
+    choice = '<label class="wide">setting<select id="setting"></select></label>'
+    return _section("one", choice, title="One setting")
 
 
-def _timeline() -> str:
+def _timeline() -> Section:
     return _section(
         "memory",
         '<p id="timeline-empty" hidden>This setting was not profiled.</p>',
@@ -269,7 +275,7 @@ def _timeline() -> str:
     )
 
 
-def _curves(data: Mapping[str, Any]) -> str:
+def _curves(data: Mapping[str, Any]) -> Section:
     there = {metric for curve in data["curves"].values() for metric in curve}
     options = "".join(
         f'<option value="{m}">{m.replace("_", " ")}</option>' for m in METRICS if m in there
@@ -283,10 +289,10 @@ def _curves(data: Mapping[str, Any]) -> str:
     )
 
 
-def _agreement(results: Results) -> str:
+def _agreement(results: Results) -> Section | None:
     rows = [r for r in results.rows if {"predicted_bytes", "measured_bytes"} <= r.quantities.keys()]
     if not rows:
-        return ""
+        return None
     names = results.varied or ("model",)
     lines = [_box("predicted and measured", "scroll tall")]
     heads = [SETTINGS.get(n, n.rpartition(".")[2].replace("_", " ")) for n in names]
@@ -307,7 +313,7 @@ def _agreement(results: Results) -> str:
     )
 
 
-def _runs(results: Results, folder: str) -> str:
+def _runs(results: Results, folder: str) -> Section:
     """Every run with what it was given and where its records lie."""
     heads = ["run", results.study.score, "peak (MB)", "seconds", "revision", "settings"]
     lines = [_box("every run", "scroll tall", "runs"), _cells(heads, "th")]
@@ -326,4 +332,4 @@ def _runs(results: Results, folder: str) -> str:
             rest = _cells(texts)
         lines.append(rest.replace("<tr>", f'<tr id="run-{escape(name)}">{first}', 1))
     lines.append("</table></div>")
-    return _section("runs", "\n".join(lines), title="Every run") + "\n</main>"
+    return _section("runs", "\n".join(lines), title="Every run")

@@ -115,6 +115,7 @@ def _thinned(timeline: Timeline) -> np.ndarray:
     if count <= MOST_INSTANTS:
         return np.arange(count)
     totals = timeline.totals
-    parts = np.array_split(np.arange(count), MOST_INSTANTS)
+    starts = np.arange(1, MOST_INSTANTS) * count // MOST_INSTANTS  # evenly, as the slider goes
+    parts = np.split(np.arange(count), starts)
     kept = {int(part[totals[part].argmax()]) for part in parts} | {timeline.peak_instant}
     return np.array(sorted(kept))

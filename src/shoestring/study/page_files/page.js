@@ -25,16 +25,15 @@ function pareto() {
   const rows = every.filter((row) => row.score !== null).sort((a, b) => a.memory - b.memory);
   const told = every.filter((row) => row.target && row.target.score !== undefined); // run here or not
   const controls = byId("filters"), said = byId("pareto-said"), picked = {};
-  const seriesName = data.series;
-  const series = [...new Set(data.rows.map((row) => row.settings[seriesName]))];
-  if (series.length > 1) series.forEach((value, i) => {
-    const item = element("span", {}, byId("pareto-series"));
-    element("span", { class: "swatch", style: `background:${colours[i % colours.length]}` }, item);
-    item.append(`${data.heads[seriesName] ?? seriesName} ${value}`);
+  const series = [...new Set(data.rows.map((row) => row.series))];
+  if (series.length > 1) series.forEach((name, i) => {
+    const item = element("span", {}, byId("pareto-series")), { d, colour } = looks(i);
+    shape("path", { d, style: `fill:${colour}` }, shape("svg", { class: "swatch", viewBox: "-7 -7 14 14", "aria-hidden": "true" }, item));
+    item.append(name);
   });
   for (const name of data.varied) {
     const values = [...new Set([...rows, ...told].map((row) => row.settings[name] ?? "–"))];
-    if (values.length < 2 || values.length > 24) continue;
+    if (values.length < 2) continue;
     const label = element("label", {}, controls, data.heads[name]);
     const select = element("select", { "data-setting": name }, label);
     for (const value of ["all", ...values]) element("option", { value }, select, value);
@@ -47,14 +46,15 @@ function pareto() {
     frame = plot(box, { x: range(all.map((p) => p[0] / 1e6), true), y: range(all.map((p) => p[1])), logX: true,
       xLabel: "memory, counted (MB)", yLabel: data.score_label, label: "memory and score of every setting; arrow keys walk through them" });
     front = shape("path", { class: "front" }, frame.svg);
-    const colour = (row) => colours[series.indexOf(row.settings[seriesName]) % colours.length];
+    const point = (row, kind, memory, score, paint, more = {}) => {
+      const { d, colour } = looks(series.indexOf(row.series));
+      return shape("path", { class: kind, d, transform: `translate(${frame.atX(memory / 1e6)} ${frame.atY(score)})`,
+        style: `${paint}:${colour}`, "data-row": row.index, ...more }, frame.svg);
+    };
     const points = [];
-    for (const row of told) shape("circle", { class: "point target", r: 6, cx: frame.atX((row.target.memory ?? row.memory) / 1e6),
-      cy: frame.atY(row.target.score), style: `stroke:${colour(row)}`, "data-row": row.index }, frame.svg);
+    for (const row of told) point(row, "point target", row.target.memory ?? row.memory, row.target.score, "stroke");
     for (const row of rows) {
-      const x = frame.atX(row.memory / 1e6), y = frame.atY(row.score);
-      const node = shape("circle", { class: "point", r: 5.5, cx: x, cy: y, style: `fill:${colour(row)}`, "data-row": row.index,
-        "aria-label": `${rowName(row)}: ${row.texts.counted_bytes ?? ""} MB, ${row.texts.score}` }, frame.svg);
+      const node = point(row, "point", row.memory, row.score, "fill", { "aria-label": `${rowName(row)}: ${row.texts.counted_bytes ?? ""} MB, ${row.texts.score}` });
       points.push({ node, row });
     }
     settle = walkable(points, ({ row }) => sayRow(said, row), ({ row }) => choose(row.index));
@@ -72,7 +72,7 @@ function pareto() {
       path += path ? `H${x}V${y}` : `M${x} ${y}`;
       best = row.score;
     }
-    front.setAttribute("d", path);
+    front.setAttribute("d", path && `${path}H${frame.width - frame.right}`);
     settle();
     byId("pareto-count").textContent = `${shown.length} of ${rows.length} settings`;
   }
@@ -86,7 +86,7 @@ function timeline() {
   const box = byId("timeline");
   if (!box) return;
   const slider = byId("instant"), said = byId("instant-said");
-  let frame = null, cursor = null, profile = null;
+  let frame = null, cursor = null, profile = null, at = [];
   const roles = () => Object.keys(profile.bytes);
   const total = (i) => roles().reduce((sum, role) => sum + profile.bytes[role][i], 0);
   function draw() {
@@ -95,13 +95,14 @@ function timeline() {
     for (const id of ["timeline-box", "pie-box"]) byId(id).hidden = !profile;
     if (!profile) return;
     const count = profile.labels.length;
-    frame = plot(box, { x: [0, count], y: [0, profile.peak_bytes * 1.08 / 1e6], whole: true, xLabel: "instant of the step", yLabel: "live memory (MB)",
+    at = [...(profile.kept ?? profile.labels.keys()), profile.instants]; // of a long step not every instant is kept
+    frame = plot(box, { x: [0, profile.instants], y: [0, profile.peak_bytes * 1.08 / 1e6], whole: true, xLabel: "instant of the step", yLabel: "live memory (MB)",
       label: "live bytes by category at every instant of a training step" });
     const below = new Array(count).fill(0);
     for (const role of roles()) {
       let up = "", down = "";
       profile.bytes[role].forEach((bytes, i) => {
-        const [x0, x1] = [frame.atX(i).toFixed(1), frame.atX(i + 1).toFixed(1)];
+        const [x0, x1] = [frame.atX(at[i]).toFixed(1), frame.atX(at[i + 1]).toFixed(1)];
         down = `L${x1} ${frame.atY(below[i] / 1e6).toFixed(1)}L${x0} ${frame.atY(below[i] / 1e6).toFixed(1)}` + down;
         below[i] += bytes;
         const y = frame.atY(below[i] / 1e6).toFixed(1);
@@ -109,7 +110,7 @@ function timeline() {
       });
       shape("path", { d: `${up}${down}Z`, style: `fill:var(--${role})`, "data-role": role }, frame.svg);
     }
-    const peakX = frame.atX(profile.peak + 0.5), late = peakX > frame.width / 2;
+    const peakX = frame.atX(at[profile.peak] + 0.5), late = peakX > frame.width / 2;
     shape("line", { class: "peak", x1: peakX, x2: peakX, y1: frame.top, y2: frame.height - frame.bottom }, frame.svg);
     shape("text", { x: peakX + (late ? -6 : 6), y: frame.top + 11, "text-anchor": late ? "end" : "start", id: "peak-label" }, frame.svg,
       `peak ${size(profile.peak_bytes)}`);
@@ -117,8 +118,9 @@ function timeline() {
     for (const kind of ["pointermove", "pointerdown"]) frame.svg.addEventListener(kind, (event) => {
       const box = frame.svg.getBoundingClientRect();
       const x = (event.clientX - box.left) * frame.width / box.width;
-      const i = Math.floor((x - frame.left) / (frame.width - frame.left - frame.right) * count);
-      if (i >= 0 && i < count) { slider.value = i; say(i); }
+      const number = (x - frame.left) / (frame.width - frame.left - frame.right) * profile.instants;
+      const i = at.findIndex((next) => next > number) - 1;
+      if (i >= 0) { slider.value = i; say(i); }
     });
     slider.max = count - 1;
     slider.value = profile.peak;
@@ -129,12 +131,11 @@ function timeline() {
     pie();
   }
   function say(i) {
-    const x = frame.atX(i + 0.5);
+    const x = frame.atX(at[i] + 0.5);
     cursor.setAttribute("x1", x);
     cursor.setAttribute("x2", x);
     const [operation, phase, module] = profile.labels[i].map((w) => profile.words[w]);
-    const number = (profile.kept ? profile.kept[i] : i) + 1;
-    const text = `instant ${number} of ${profile.instants}: ${operation.split(".")[1] ?? operation}${module ? ` of ${module}` : ""}, ${phase} · ${size(total(i))}`;
+    const text = `instant ${at[i] + 1} of ${profile.instants}: ${operation.split(".")[1] ?? operation}${module ? ` of ${module}` : ""}, ${phase} · ${size(total(i))}`;
     slider.setAttribute("aria-valuetext", text);
     said.replaceChildren();
     element("strong", {}, said, text);
