@@ -85,6 +85,6 @@ def test_a_score_that_no_run_has_is_named(ended, score, message):
 
 def test_an_error_on_a_terminal_is_no_markup(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    with Progress(1, lambda job: tmp_path) as progress:
+    with Progress(lambda job: tmp_path) as progress:
         progress.ended(Outcome(Job("train", {"model": "m"}), tmp_path, (), "no file [/tmp/x] [a]"))
     assert "[/tmp/x] [a]" in capsys.readouterr().err
