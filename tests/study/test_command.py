@@ -1,10 +1,9 @@
-"""Studies that are killed, resumed, interrupted, and sent to a cluster."""
+"""Studies that are killed, resumed and interrupted."""
 
 import errno
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 
@@ -36,38 +35,6 @@ def test_killed_and_resumed_every_run_is_there_once(tiny):
             assert kinds.count("start") == kinds.count("end") == 1 and kinds[-1] == "end", name
         if "-test-" in name and name not in failed:
             assert kinds == ["start", "evaluation", "evaluation", "end"], name
-
-
-@pytest.mark.slow
-def test_a_ray_cluster_gives_the_same_numbers(tmp_path):
-    """The forty runs of benchmarks/study_resume.py do so, too."""
-    pytest.importorskip("ray")
-    file = tmp_path / "one.toml"
-    file.write_text("profile = false\n" + ONE + "density = 0.5")
-    run_study(file, tmp_path / "here", place=CPU)
-    script = (
-        "import sys\n"
-        "from shoestring.study.command import run_study\n"
-        "from shoestring.study.execute import Place\n"
-        "run_study(sys.argv[1], sys.argv[2], ray='local', place=Place(device='cpu'))\n"
-    )
-    path = os.pathsep.join(p for p in sys.path if p)
-    environment = {**os.environ, "PYTHONPATH": path, "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
-    done = subprocess.run(
-        [sys.executable, "-c", script, file, tmp_path / "ray"],
-        env=environment, capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert records(tmp_path / "ray") == records(tmp_path / "here")
-    assert len(records(tmp_path / "ray")) == 1
-
-
-def test_a_cluster_that_is_not_there(tmp_path):
-    pytest.importorskip("ray")
-    file = tmp_path / "one.toml"
-    file.write_text(ONE)
-    with pytest.raises(InputError, match=r"no Ray cluster answers at '127\.0\.0\.1:1'"):
-        run_study(file, tmp_path / "out", ray="127.0.0.1:1")
 
 
 def test_what_is_done_is_not_done_again_and_a_changed_study_goes_on(tmp_path):

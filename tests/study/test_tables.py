@@ -124,6 +124,6 @@ def test_a_search_that_has_not_ended_has_chosen_nothing(ended):
 
 def test_an_error_on_a_terminal_is_no_markup(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    with Progress(1, lambda job: tmp_path) as progress:
+    with Progress(lambda job: tmp_path) as progress:
         progress.ended(Outcome(Job("train", {"model": "m"}), tmp_path, (), "no file [/tmp/x] [a]"))
     assert "[/tmp/x] [a]" in capsys.readouterr().err

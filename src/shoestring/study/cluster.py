@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
-from .execute import Place, execute, fail, outcome
+from ..progress import asked_to_end
+from .execute import LOG, Place, execute_alone, fail, outcome
 from .expand import Job
-from .local import ATTEMPTS, TICK_SECONDS, Ended, Tick
+from .local import ATTEMPTS, TICK_SECONDS, Ended, Stopped, Tick
 
 CONNECT_SECONDS = 10.0
+STOP_SECONDS = 60.0
+"""For the snapshots of runs that were asked to end; then the cluster kills them."""
 
 
 def run(
@@ -41,33 +44,35 @@ def run(
             f"no Ray cluster answers at {address!r}: {said}",
             hint="start one with `ray start --head`, or use --ray local",
         ) from None
-    try:
-        # max_calls=1: the worker leaves after one job, and with it all that torch holds.
-        remote = ray.remote(max_calls=1, max_retries=0, num_cpus=place.threads, num_gpus=gpus)(
-            execute
-        )
-        _drain(ray, remote, jobs, folder_of, place, ended, tick)
-    finally:
-        ray.shutdown()
+    with asked_to_end() as asked:  # after init, which has handlers of its own
+        try:
+            # max_calls=1: the worker leaves after one job, and with it all that torch holds.
+            remote = ray.remote(max_calls=1, max_retries=0, num_cpus=place.threads, num_gpus=gpus)(
+                execute_alone
+            )
+            _drain(ray, remote, jobs, folder_of, place, ended, tick, asked)
+        finally:
+            ray.shutdown()
 
 
 def _drain(
     ray: Any, remote: Any, jobs: Sequence[Job], folder_of: Callable[[Job], Path], place: Place,
-    ended: Ended, tick: Tick,
+    ended: Ended, tick: Tick, asked: Sequence[int],
 ) -> None:  # fmt: skip
     """Send all at once: the cluster decides when and where; and wait for each."""
 
     def send(job: Job, attempt: int) -> None:
+        before = _logged(folder_of(job))
         handle = remote.remote(job, folder_of(job).absolute(), place)
-        sent[handle] = job, attempt
+        sent[handle] = job, attempt, before
 
-    sent: dict[Any, tuple[Job, int]] = {}
+    sent: dict[Any, tuple[Job, int, int]] = {}
     for job in jobs:
         send(job, 1)
-    while sent:
+    while sent and not asked:
         done, _ = ray.wait(list(sent), timeout=TICK_SECONDS)
-        for handle in done:
-            job, attempt = sent.pop(handle)
+        for handle in () if asked else done:  # a cluster that ends, too, is no failure of theirs
+            job, attempt, _ = sent.pop(handle)
             error = ""
             try:
                 ray.get(handle)
@@ -79,4 +84,18 @@ def _drain(
                     continue
                 fail(folder_of(job), f"{error or 'ended without a word'}, {attempt} times")
             ended(job)
-        tick([job for job, _ in sent.values()])
+        tick([job for job, _, before in sent.values() if _logged(folder_of(job)) != before])
+    if asked:
+        for handle in sent:
+            ray.cancel(handle)  # where it runs an interrupt, for which it saves a snapshot
+        if sent:
+            ray.wait(list(sent), num_returns=len(sent), timeout=STOP_SECONDS)
+        raise Stopped(asked[0])
+
+
+def _logged(folder: Path) -> int:
+    """When its log was last written, by the clock of the machine that did; a job begins so."""
+    try:
+        return (folder / LOG).stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0

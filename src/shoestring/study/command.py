@@ -122,7 +122,7 @@ def run_study(
         if retry_failed:
             for job in _chosen(_expansion(study, folder).jobs, only or {}):
                 (folder.of(job) / FAILURE).unlink(missing_ok=True)
-        with Progress(workers, folder.of) as progress:
+        with Progress(folder.of) as progress:
             while pending := _pending(study, folder, progress, only or {}):
                 _run(pending, study, folder, place, workers, ray, gpus, progress)
         expansion = _expansion(study, folder)

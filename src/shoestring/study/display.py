@@ -18,13 +18,15 @@ from .expand import Job
 class Progress:
     """A bar on a terminal, a line now and then elsewhere."""
 
-    def __init__(self, workers: int, folder_of: Callable[[Job], Path]) -> None:
-        self._workers, self._folder_of = workers, folder_of
+    def __init__(self, folder_of: Callable[[Job], Path]) -> None:
+        self._folder_of = folder_of
         self.total = self.done = self.failed = 0
-        self._took: list[float] = []
-        """Seconds of the runs that ended since this process began."""
-        self._began: dict[str, float] = {}
-        self._next_line = time.monotonic() + LINE_SECONDS
+        self._began = time.monotonic()
+        self._made = 0.0
+        """Runs that ended since, without the parts of them that were there before."""
+        self._there: dict[str, float] = {}
+        """How far the runs under way had come when they were first seen."""
+        self._next_line = self._began + LINE_SECONDS
         self._bar: Any = None
 
     def __enter__(self) -> Progress:
@@ -46,9 +48,7 @@ class Progress:
     def ended(self, found: Outcome) -> None:
         """One more run is there; a failed one says why at once."""
         name = found.job.name
-        began = self._began.pop(name, None)
-        if began is not None:
-            self._took.append(time.monotonic() - began)
+        self._made += 1 - self._there.pop(name, 0.0)
         self.done += 1
         text = f"{self.done}/{self.total} {name}"
         if found.error is not None:
@@ -60,12 +60,13 @@ class Progress:
         """Show where the runs stand."""
         now = time.monotonic()
         for job in running:
-            self._began.setdefault(job.name, now)
+            if job.name not in self._there:
+                self._there[job.name] = self._fraction(job)
         if self._bar is None and now < self._next_line:
             return
         parts = [self._fraction(job) for job in running]
         text = f"{len(running)} running" + (f" · {self.failed} failed" if self.failed else "")
-        left = self._seconds_left(running, parts, now)
+        left = self._seconds_left(running, parts, now - self._began)
         text += "" if left is None else f" · {duration(left)} left"
         if self._bar is None:
             self._next_line = now + LINE_SECONDS
@@ -85,16 +86,13 @@ class Progress:
         return last / events[0].get("updates", 1) if events else 0.0
 
     def _seconds_left(
-        self, running: Sequence[Job], parts: Sequence[float], now: float
+        self, running: Sequence[Job], parts: Sequence[float], seconds: float
     ) -> float | None:
-        """By the mean of the runs that ended, or by how far the first ones have come."""
-        pairs = zip(running, parts, strict=True)
-        guessed = [(now - self._began[job.name]) / part for job, part in pairs if part > 0.02]
-        known = self._took or guessed
-        if not known:
+        """At the pace so far, whatever number of runs at a time and their starts come to."""
+        made = self._made + sum(parts) - sum(self._there[job.name] for job in running)
+        if made < 0.02:
             return None
-        left = self.total - self.done - sum(parts)
-        return max(left, 0.0) * sum(known) / len(known) / max(1, self._workers)
+        return max(self.total - self.done - sum(parts), 0.0) * seconds / made
 
     def _say(self, text: str) -> None:
         if self._bar is not None:

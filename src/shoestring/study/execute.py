@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import shutil
+import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -102,6 +103,20 @@ def execute(job: Job, folder: Path, place: Place) -> None:
     else:  # one that failed goes on from its snapshot when the cause is gone
         for path in () if place.keep_snapshots else snapshot.found(folder):
             path.unlink(missing_ok=True)
+
+
+def execute_alone(job: Job, folder: Path, place: Place) -> None:
+    """Execute, in a process that is there for this job: what it prints goes to its log."""
+    folder.mkdir(parents=True, exist_ok=True)
+    log = os.open(folder / LOG, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
+    os.utime(log)  # says that a job which goes on has begun, too
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    try:
+        execute(job, folder, place)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
 
 
 def fail(folder: Path, error: Exception | str) -> None:

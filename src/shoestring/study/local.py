@@ -6,7 +6,6 @@ import gc
 import multiprocessing
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..progress import asked_to_end
-from .execute import LOG, Place, execute, fail, outcome
+from .execute import LOG, Place, execute_alone, fail, outcome
 from .expand import Job
 
 ATTEMPTS = 3
@@ -95,15 +94,7 @@ def _start(context: Any, job: Job, folder: Path, place: Place) -> tuple[Any, Con
 def _child(job: Job, folder: Path, place: Place, lifeline: Connection) -> None:
     gc.freeze()  # what the server imported is no garbage, and takes long to look through
     threading.Thread(target=_follow, args=(lifeline,), daemon=True).start()
-    folder.mkdir(parents=True, exist_ok=True)
-    log = os.open(folder / LOG, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
-    for stream in (1, 2):
-        os.dup2(log, stream)
-    try:
-        execute(job, folder, place)
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+    execute_alone(job, folder, place)
 
 
 def _follow(lifeline: Connection) -> None:
