@@ -106,6 +106,32 @@ def test_a_target_is_drawn_before_its_runs_are_there(made, tiny, tmp_path):
     assert (found["points"], found["targets"]) == (1, 1)
 
 
+def test_a_search_has_its_curves_before_and_after_it_has_ended(made, tiny, tmp_path):
+    script = """
+    const setting = document.getElementById("setting");
+    const options = setting ? [...setting.options] : [];
+    found.settings = options.map((option) => option.textContent);
+    const searched = options.find((option) => option.textContent.startsWith("search: "));
+    if (searched) { setting.value = searched.value; setting.dispatchEvent(new Event("change")); }
+    found.curves = [...document.querySelectorAll("#curves [data-run]")].map((n) => n.dataset.run);
+    """
+    (choice,) = made.results.choices
+    first, second = ([job.name for job in tried.jobs] for tried in choice.candidates)
+    found = rendered(made.folder / "index.html", tmp_path, script)
+    assert found["settings"][-2:] == [
+        "search: precision bf16, learning rate 0.02",
+        "search: precision bf16, learning rate 0.1",
+    ]
+    assert found["curves"] == first
+    folder = tmp_path / "study"
+    shutil.copytree(tiny, folder)
+    for name in second:
+        shutil.rmtree(folder / "runs" / name)
+    during = report(folder, tmp_path / "report")
+    assert during.results.rows == () and "1 of 2 runs have ended" in during.text
+    assert rendered(during.folder / "index.html", tmp_path, script)["curves"] == first
+
+
 def test_keys_filters_and_the_slider(made, tmp_path):
     script = """
     const points = [...document.querySelectorAll("#pareto .point:not(.target)")];

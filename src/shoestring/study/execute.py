@@ -61,7 +61,7 @@ def outcome(job: Job, folder: Path) -> Outcome | None:
     """What a job's folder says; None where it has not ended."""
     error = failure(folder)
     if error is not None:
-        return Outcome(job, folder, (), error)
+        return Outcome(job, folder, _before(folder), error)
     if not (folder / FILE).exists():
         return None
     try:
@@ -69,6 +69,14 @@ def outcome(job: Job, folder: Path) -> Outcome | None:
     except InputError:  # a line that was being written when the process was killed
         return None
     return Outcome(job, folder, tuple(events)) if events and events[-1]["event"] == "end" else None
+
+
+def _before(folder: Path) -> tuple[Event, ...]:
+    """What a run that failed had recorded; nothing where that cannot be read."""
+    try:
+        return tuple(read(folder, whole=False))
+    except InputError:
+        return ()
 
 
 def failure(folder: Path) -> str | None:

@@ -125,7 +125,7 @@ def _run(folder: Path) -> tuple[Values, Values, Outcome | None]:
         raise InputError(f"{folder / FILE} is not of shoestring train") from None
     job = Job("train", flags)
     if error is not None:
-        return flags, others, Outcome(job, folder, (), error)
+        return flags, others, Outcome(job, folder, tuple(events), error)
     ended = bool(events) and events[-1]["event"] == "end"
     return flags, others, Outcome(job, folder, tuple(events)) if ended else None
 

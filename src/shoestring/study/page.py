@@ -16,10 +16,10 @@ from ..errors import InputError
 from ..memory.model import MemoryProfile
 from ..records.run import FILE
 from ..units import format_size
-from .execute import Outcome
+from .execute import FAILURE, Outcome
 from .figures import series_name
 from .results import Results, Row
-from .tables import HEADS, SETTINGS, Table, columns_of, shown, tables, target_text, with_interval
+from .tables import HEADS, Table, columns_of, head, shown, tables, target_text, with_interval
 
 METRICS = ("accuracy", "bleu", "loss", "train_loss", "learning_rate")
 """Of evaluations, as curves."""
@@ -33,7 +33,7 @@ def page(results: Results, made: Sequence[Table] | None = None, runs: str = "../
     sections = [
         _section("tables", *(_html_table(t) for t in made or tables(results)), title="Results"),
         _pareto(results) if scored else None,
-        _setting() if len(results.rows) > 1 else None,
+        _setting() if len(data["rows"]) > 1 else None,
         _timeline() if data["profiles"] else None,
         _curves(data) if data["curves"] else None,
         _agreement(results),
@@ -44,13 +44,7 @@ def page(results: Results, made: Sequence[Table] | None = None, runs: str = "../
 
 def profile_page(title: str, profile: Mapping[str, Any]) -> str:
     """The page of one profile: the timeline of a step, its peak and its pie."""
-    row: dict[str, Any] = {
-        "settings": {},
-        "texts": {},
-        "memory": profile["peak_bytes"],
-        "score": None,
-    }
-    row |= {"predicted": None, "measured": None, "target": None, "runs": [], "profile": 0}
+    row = {**_NOTHING, "memory": profile["peak_bytes"], "profile": 0}
     data: dict[str, Any] = {"title": title, "score_label": "", "varied": [], "heads": {}}
     data |= {"rows": [row], "profiles": [_profile(profile)], "curves": {}}
     facts = (
@@ -97,6 +91,13 @@ def _document(title: str, facts: str, sections: Sequence[Section], data: Mapping
 _FILES = ("page.html", "page.css", "plots.js", "page.js")
 
 
+_NOTHING: Mapping[str, Any] = {
+    **dict.fromkeys(("memory", "score", "predicted", "measured", "target", "profile")),
+    **{"settings": {}, "texts": {}, "runs": []},
+}
+"""A row of which nothing is known."""
+
+
 def _data(results: Results) -> dict[str, Any]:
     profiles: dict[str, int] = {}
     found: list[dict[str, Any]] = []
@@ -110,7 +111,8 @@ def _data(results: Results) -> dict[str, Any]:
                 found.append(_profile(row.profile.end))
             place = profiles[name]
         rows.append(_row(results, row, place))
-    heads = {n: SETTINGS.get(n, n.rpartition(".")[2].replace("_", " ")) for n in results.varied}
+    rows += _searched(results)
+    heads = {n: head(n) for n in results.varied}
     return {
         "title": results.study.title,
         "score_label": results.study.score_label,
@@ -142,6 +144,18 @@ def _row(results: Results, row: Row, profile: int | None) -> dict[str, Any]:
         "runs": list(results.runs_of(row)),
         "profile": profile,
     }
+
+
+def _searched(results: Results) -> list[dict[str, Any]]:
+    """What was tried on the validation split: nothing but curves."""
+    made = []
+    for choice in results.choices:
+        for tried in choice.candidates:
+            runs = [job.name for job in tried.jobs if job.name in results.outcomes]
+            values = {**choice.where, **tried.values}
+            name = "search: " + ", ".join(f"{head(n)} {shown(n, v)}" for n, v in values.items())
+            made += [{**_NOTHING, "name": name, "runs": runs}] if runs else []
+    return made
 
 
 def _profile(end: Mapping[str, Any]) -> dict[str, Any]:
@@ -295,7 +309,7 @@ def _agreement(results: Results) -> Section | None:
         return None
     names = results.varied or ("model",)
     lines = [_box("predicted and measured", "scroll tall")]
-    heads = [SETTINGS.get(n, n.rpartition(".")[2].replace("_", " ")) for n in names]
+    heads = [head(n) for n in names]
     lines.append(_cells([*heads, "predicted (bytes)", "measured (bytes)", "difference"], "th"))
     for row in rows:
         predicted, measured = (row.quantities[f"{n}_bytes"] for n in ("predicted", "measured"))
@@ -319,14 +333,15 @@ def _runs(results: Results, folder: str) -> Section:
     lines = [_box("every run", "scroll tall", "runs"), _cells(heads, "th")]
     for name, run in results.outcomes.items():
         settings = ", ".join(f"{n} {v}" for n, v in run.job.settings.items() if n != "model")
-        at = quote(normpath(f"{folder}/{name}/{FILE}"))
+        at = quote(normpath(f"{folder}/{name}/{FILE if run.error is None else FAILURE}"))
         first = f'<td><a href="{at}">{escape(name)}</a></td>'
         if run.error is not None:
             rest = _cells(["failed", "", "", "", f"{run.error} ({settings})"])
         else:
             peak = run.end.get("measured_peak_bytes") or run.end.get("peak_bytes")
             revision = str(run.start.get("host", {}).get("git_revision") or "")
-            score = run.end.get(results.study.score)
+            known = (run.end.get(n) for n in results.study.score.split(" or "))
+            score = next((value for value in known if value is not None), None)
             texts = ["" if score is None else f"{score:g}", shown("peak_bytes", peak)]
             texts += [shown("seconds", run.end.get("seconds")), revision[:10], settings]
             rest = _cells(texts)

@@ -147,7 +147,8 @@ def columns_of(results: Results) -> list[str]:
     return [n for n in found if n != "flops_ratio" or again]
 
 
-def _head(setting: str) -> str:
+def head(setting: str) -> str:
+    """What a table calls a setting."""
     return SETTINGS.get(setting, setting.rpartition(".")[2].replace("_", " "))
 
 
@@ -159,7 +160,7 @@ def main_table(results: Results) -> Table:
     targets = [results.targets_of(row) for row in results.rows]
     texts = [[target_text(t, c) for c in columns] for t in targets]
     beside = [any(row[i] != "–" for row in texts) for i in range(len(columns))]
-    heads = [_head(n) for n in settings]
+    heads = [head(n) for n in settings]
     for column, has in zip(columns, beside, strict=True):
         heads.append(study.score_label if column == "score" else HEADS.get(column, column))
         heads += ["the report"] if has else []
@@ -196,7 +197,7 @@ def front_table(results: Results) -> Table | None:
         return None
     rows = [results.rows[i] for i in reversed(results.front)]
     settings = results.varied or ("model",)
-    heads = (*map(_head, settings), "counted (MB)", results.study.score_label)
+    heads = (*map(head, settings), "counted (MB)", results.study.score_label)
     cells = tuple(
         (
             *(shown(n, row.settings.get(n)) for n in settings),
@@ -262,11 +263,11 @@ def search_table(results: Results) -> Table | None:
         return None
     places = dict.fromkeys(n for c in results.choices for n in c.where)
     names = dict.fromkeys(n for c in results.choices for n in c.values)
-    heads, cells, sources = [_head(n) for n in places], [], []
+    heads, cells, sources = [head(n) for n in places], [], []
     targets = [results.targets_where(choice.where) for choice in results.choices]
     beside = any(n in said for said in targets for n in names)
     for name in names:
-        heads += [_head(name), *(["the report"] if beside else [])]
+        heads += [head(name), *(["the report"] if beside else [])]
     for choice, said in zip(results.choices, targets, strict=True):
         cell = [shown(n, choice.where.get(n)) for n in places]
         for name in names:

@@ -1,6 +1,6 @@
 let chosen = 0;
 
-const rowName = (row) => data.varied.map((n) => `${data.heads[n]} ${row.settings[n] ?? "–"}`).join(", ") || data.title;
+const rowName = (row) => row.name ?? (data.varied.map((n) => `${data.heads[n]} ${row.settings[n] ?? "–"}`).join(", ") || data.title);
 
 function runLinks(row, parent) {
   row.runs.forEach((name, i) => {
@@ -25,7 +25,7 @@ function pareto() {
   const rows = every.filter((row) => row.score !== null).sort((a, b) => a.memory - b.memory);
   const told = every.filter((row) => row.target && row.target.score !== undefined); // run here or not
   const controls = byId("filters"), said = byId("pareto-said"), picked = {};
-  const series = [...new Set(data.rows.map((row) => row.series))];
+  const series = [...new Set(every.map((row) => row.series))];
   if (series.length > 1) series.forEach((name, i) => {
     const item = element("span", {}, byId("pareto-series")), { d, colour } = looks(i);
     shape("path", { d, style: `fill:${colour}` }, shape("svg", { class: "swatch", viewBox: "-7 -7 14 14", "aria-hidden": "true" }, item));
