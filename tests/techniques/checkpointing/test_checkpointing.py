@@ -189,6 +189,24 @@ def test_fine_tuning_in_evaluation_mode_is_checkpointed_too(strategy: str) -> No
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
 
 
+@pytest.mark.parametrize("position", [0, 1, 2])
+def test_backward_hooks_of_blocks_are_called(position: int) -> None:
+    """Wherever in a region their block stands, and whenever they came."""
+    results = []
+    for strategy in ("none", "residual-3*"):
+        torch.manual_seed(0)
+        stack = nn.Sequential(*(nn.TransformerEncoderLayer(8, 2, 16, 0.0) for _ in range(3)))
+        optimizer = torch.optim.SGD(stack.parameters(), lr=0.1)
+        step = apply(
+            [Checkpointing(strategy)], stack, optimizer, loss=lambda m, b: m(b).square().mean()
+        )
+        stack[position].register_full_backward_hook(lambda m, ins, outs: (2 * ins[0],))
+        stack[position].register_full_backward_pre_hook(lambda m, outs: (3 * outs[0],))
+        step(torch.randn(4, 5, 8, generator=torch.Generator().manual_seed(1), requires_grad=True))
+        results.append([p.detach().clone() for p in stack.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 def test_a_region_lets_go_without_the_garbage_collector() -> None:
     """A cycle through a region would hold its tensors, and the peak with them."""
     known = builtin("wrn-28-1")

@@ -50,8 +50,13 @@ class _Region:
     """Blocks that run again together, and the schedule they follow when they do."""
 
     def __init__(self, model: nn.Module, blocks: list[nn.Module], items: tuple[Item, ...]) -> None:
-        self._model, self._items = model, items
+        self._model, self._items, self._blocks = model, items, blocks
         self._forwards = [block.forward for block in blocks]
+
+    def ends_at(self, position: int) -> bool:
+        """After the last block, and around one with backward hooks: they need real tensors."""
+        here = self._blocks[position : position + 2]
+        return len(here) == 1 or any(b._backward_hooks or b._backward_pre_hooks for b in here)
 
     def run(self, start: int, calls: list[Call]) -> Any:
         """The blocks from `start` on, as many as there are calls."""
@@ -178,8 +183,7 @@ def wrap_blocks(
             continue
         held = _Region(model, blocks, item)
         for position, block in enumerate(blocks):
-            last = position == len(blocks) - 1
-            _replace(block, block.forward, partial(_member, held, position, last))
+            _replace(block, block.forward, partial(_member, held, position))
         wrapped += blocks
 
     def undo() -> None:
@@ -210,13 +214,13 @@ def _stack(path: str, modules: dict[str, nn.Module]) -> str:
 # Partial functions, not closures: a copy of the model has its own blocks in them.
 
 
-def _member(held: _Region, position: int, last: bool, *args: Any, **kwargs: Any) -> Any:
+def _member(held: _Region, position: int, *args: Any, **kwargs: Any) -> Any:
     """The forward of one block of a region."""
     if position and args and isinstance(args[0], Pending):
         pending = args[0].followed_by(args[1:], kwargs)
     else:
         pending = Pending(held, position, [(_real(args), kwargs)])
-    return pending.value() if last else pending
+    return pending.value() if held.ends_at(position) else pending
 
 
 def _replace(block: nn.Module, plain: Callable[..., Any], training: Callable[..., Any]) -> None:
