@@ -9,6 +9,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
+from .values import asked, run
+
 _aten = torch.ops.aten
 _NUMBERS = frozenset(
     {
@@ -32,9 +34,16 @@ class Outside(TorchDispatchMode):
         super().__init__()
         self._fake_mode = fake_mode
         self._gradients: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        self._asked = asked()
+
+    def __enter__(self) -> Outside:
+        self._asked.__enter__()
+        super().__enter__()
+        return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
+        self._asked.__exit__(None, None, None)
         for key, (leaf, gradient) in self._gradients.items():
             self._gradients[key] = leaf, leaf.grad
             leaf.grad = gradient
@@ -55,10 +64,10 @@ class Outside(TorchDispatchMode):
                 return converter.from_real_tensor(self._fake_mode, real, make_constant=True)
         written = func._schema.is_mutable
         if FakeTensor in types or (not written and (not func.is_view or func in _LIFTS)):
-            return func(*args, **kwargs)
+            return run(func, args, kwargs)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if not tensors:
-            return func(*args, **kwargs)
+            return run(func, args, kwargs)
         if written:
             return self._written(func, tensors, args, kwargs)
         with _disable_current_modes():  # a view of a twin would count as memory of its own

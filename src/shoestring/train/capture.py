@@ -29,6 +29,7 @@ from ..trace.fakes import (
 from ..trace.graph import Phase, Trace
 from ..trace.outside import Outside
 from ..trace.recorder import Recorder
+from ..trace.values import forget_varied
 from .apply import Step, apply
 
 
@@ -69,6 +70,7 @@ def capture_step(
             size = None if true is None else true.examples_at_once(data)
             examples = examples_of(data) if size is not None else None
             if size is not None and examples is not None and size < examples:
+                forget_varied(data)
                 data = cut(data, 0, size)
                 if passes:  # gradients as they are: one may be a part of a larger tensor
                     step._setup.backward(step._setup.run(data))
