@@ -156,6 +156,17 @@ def test_a_microbatch_stands_for_those_with_padding(mask: str) -> None:
     assert peak_bytes == pytest.approx(step.measure(batch).peak_bytes, rel=0.002)
 
 
+@pytest.mark.parametrize(("kind", "masked"), [("SGD", True), ("AdamW", False)])
+def test_a_step_that_becomes_a_graph_asks_nothing(kind: str, masked: bool) -> None:
+    """On CUDA that is the case with SGD; while it is captured the model cannot read a mask."""
+    model, batch = build("Llama"), batch_of("ones")
+    optimizer = getattr(torch.optim, kind)(model.parameters())
+    given: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "device": "cuda"}
+    trace = capture_step(Plan(), model, batch, **given)
+    shapes = {spec.shape for op in trace.ops for spec in op.outputs}
+    assert ((4, 1, 64, 64) in shapes) is masked
+
+
 def test_hugging_face_is_left_as_it_was() -> None:
     checks = pytest.importorskip("transformers.utils.import_utils")
     plain = checks.is_fake_tensor

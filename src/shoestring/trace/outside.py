@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .values import asked, run
+from .values import asking, run
 
 _aten = torch.ops.aten
 _NUMBERS = frozenset(
@@ -27,23 +28,24 @@ class Outside(TorchDispatchMode):
     The loss may use modules that are not the model's: a discriminator, a teacher. Their gradients
     are put back on leaving; those the step made live on with this object, as they would in
     training. A single number is made for real, so that it can be compared and read:
-    `torch.rand([]) < self.layerdrop`. No generator of the user's is used, only the stream.
+    `torch.rand([]) < self.layerdrop`. No generator of the user's is used, only the stream. `asked`:
+    Hugging Face asks the questions that `trace.values` can answer.
     """
 
-    def __init__(self, fake_mode: FakeTensorMode) -> None:
+    def __init__(self, fake_mode: FakeTensorMode, *, asked: bool = True) -> None:
         super().__init__()
         self._fake_mode = fake_mode
         self._gradients: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
-        self._asked = asked()
+        self._asking = asking() if asked else nullcontext()
 
     def __enter__(self) -> Outside:
-        self._asked.__enter__()
+        self._asking.__enter__()
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self._asked.__exit__(None, None, None)
+        self._asking.__exit__(None, None, None)
         for key, (leaf, gradient) in self._gradients.items():
             self._gradients[key] = leaf, leaf.grad
             leaf.grad = gradient

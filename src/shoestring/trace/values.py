@@ -98,7 +98,7 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @contextmanager
-def asked() -> Iterator[None]:
+def asking() -> Iterator[None]:
     """Inside, Hugging Face asks what can be answered; of itself it asks fake tensors nothing.
 
     It would make a mask where training has none.

@@ -31,6 +31,7 @@ from ..trace.outside import Outside
 from ..trace.recorder import Recorder
 from ..trace.values import forget_varied
 from .apply import Step, apply
+from .graph import is_capturable
 
 
 def capture_step(
@@ -61,7 +62,10 @@ def capture_step(
         assert updates is not None
         if device == "cuda":
             default_to_foreach(updates)
-        recorder, outside = Recorder(), Outside(mode)
+        precision = "fp32" if plan.precision is None else plan.precision.kind
+        graph = device == "cuda" and is_capturable(twin, updates, precision)
+        # While a graph is captured nothing can be read, and Hugging Face does not ask.
+        recorder, outside = Recorder(), Outside(mode, asked=not graph)
         kernels: AbstractContextManager[Any] = CudaKernels() if device == "cuda" else nullcontext()
         with named_failures(recorder), mode, outside, kernels:
             step = apply(Plan.of(plan.techniques), twin, updates, loss=loss)
