@@ -49,9 +49,10 @@ def capture_step(
     """One steady step by the plan, as `trace.capture` records a plain one.
 
     Of several microbatches the second stands for all: it meets the gradients that the first one
-    left, so its peak is the step's. `trained` names the parameters that get a gradient; `watch`
-    is shown the model and the recorder before the step. Without an optimizer there is no update,
-    nor state; without `passes` there is only the update.
+    left, so its peak is the step's. If it is the last and smaller, both are recorded. `trained`
+    names the parameters that get a gradient; `watch` is shown the model and the recorder before the
+    step. Without an optimizer there is no update, nor state; without `passes` there is only the
+    update.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with warnings.catch_warnings(), same_random_streams():
@@ -73,13 +74,14 @@ def capture_step(
             true = micro if micro is not None and not micro.simulated else None
             size = None if true is None else true.examples_at_once(data)
             examples = examples_of(data) if size is not None else None
-            if size is not None and examples is not None and size < examples:
+            if size is not None and examples is not None and 2 * size <= examples:
                 forget_varied(data)
                 data = cut(data, 0, size)
                 if passes:  # gradients as they are: one may be a part of a larger tensor
                     step._setup.backward(step._setup.run(data))
             elif passes and step._setup.first_run_differs:
-                step._setup.run(data)
+                for part, _ in step._setup.split(data):
+                    step._setup.run(part)
             if not passes:
                 _leave_gradients(step, trained)
             if watch is not None:
