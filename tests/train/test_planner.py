@@ -61,6 +61,20 @@ def test_the_trace_of_a_planned_step_has_the_peak_of_the_step(name: str, techniq
     assert found == pytest.approx(expected.peak_bytes, rel=0.005)
 
 
+@pytest.mark.parametrize("name", ["residual", "tied", "lstm", "mlp"])
+@pytest.mark.parametrize("size", [4, 5])
+def test_two_unequal_microbatches_have_the_peak_of_the_step(name: str, size: int) -> None:
+    """The larger one finds no gradients, so it must not be counted beside them."""
+    small = SMALL[name]
+    model, batch, plan = small.build(), small.batch(), ss.Plan.of([ss.Microbatching(size)])
+    optimizer = sgd(model)
+    trace = capture_step(plan, model, batch, loss=small.loss, optimizer=optimizer)
+    step = ss.apply(plan, model, optimizer, loss=small.loss)
+    step(batch)
+    measured = step.measure(batch).peak_bytes
+    assert memory_profile(trace, "device").peak_bytes == pytest.approx(measured, rel=0.005)
+
+
 def test_a_trace_leaves_nothing_frozen() -> None:
     """As outside of the tests, which freeze what they imported before they trace."""
     model, batch = SMALL["mlp"].build(), SMALL["mlp"].batch()

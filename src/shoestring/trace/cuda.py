@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from .cuda_attention import attention
 from .cudnn_rnn import MODES, recurrent_backward, recurrent_forward
+from .statistics import with_wide_statistics
 
 _aten = torch.ops.aten
 
@@ -217,7 +218,7 @@ def _result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return recurrent_backward(*args)
     if func is _aten.native_dropout_backward.default:
         return torch.empty_like(args[0], memory_format=suggest_memory_format(args[0]))
-    return func(*args, **kwargs)
+    return with_wide_statistics(func, args, func(*args, **kwargs), cuda=True)
 
 
 @contextmanager

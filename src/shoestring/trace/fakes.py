@@ -18,6 +18,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from ..errors import InputError, TraceError
 from .batches import map_tensors, tensors_of
+from .values import stand_for
 
 OptimizerLike = torch.optim.Optimizer | str | None
 
@@ -89,7 +90,11 @@ def span(tensors: Iterable[torch.Tensor]) -> tuple[int, int]:
 
 
 def fake_batch(batch: Any, mode: FakeTensorMode) -> Any:
-    fakes = _fakes(tensors_of(batch), mode)
+    """The batch without its memory; what its whole numbers are can still be asked for."""
+    tensors = tensors_of(batch)
+    fakes = _fakes(tensors, mode)
+    for tensor in tensors:
+        stand_for(fakes[id(tensor)], tensor)
     return map_tensors(lambda t: fakes[id(t)].requires_grad_(t.requires_grad), batch)
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
+
+from .values import asking, run
 
 _aten = torch.ops.aten
 _NUMBERS = frozenset(
@@ -25,16 +28,24 @@ class Outside(TorchDispatchMode):
     The loss may use modules that are not the model's: a discriminator, a teacher. Their gradients
     are put back on leaving; those the step made live on with this object, as they would in
     training. A single number is made for real, so that it can be compared and read:
-    `torch.rand([]) < self.layerdrop`. No generator of the user's is used, only the stream.
+    `torch.rand([]) < self.layerdrop`. No generator of the user's is used, only the stream. `asked`:
+    Hugging Face asks the questions that `trace.values` can answer.
     """
 
-    def __init__(self, fake_mode: FakeTensorMode) -> None:
+    def __init__(self, fake_mode: FakeTensorMode, *, asked: bool = True) -> None:
         super().__init__()
         self._fake_mode = fake_mode
         self._gradients: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        self._asking = asking() if asked else nullcontext()
+
+    def __enter__(self) -> Outside:
+        self._asking.__enter__()
+        super().__enter__()
+        return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
+        self._asking.__exit__(None, None, None)
         for key, (leaf, gradient) in self._gradients.items():
             self._gradients[key] = leaf, leaf.grad
             leaf.grad = gradient
@@ -55,10 +66,10 @@ class Outside(TorchDispatchMode):
                 return converter.from_real_tensor(self._fake_mode, real, make_constant=True)
         written = func._schema.is_mutable
         if FakeTensor in types or (not written and (not func.is_view or func in _LIFTS)):
-            return func(*args, **kwargs)
+            return run(func, args, kwargs)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if not tensors:
-            return func(*args, **kwargs)
+            return run(func, args, kwargs)
         if written:
             return self._written(func, tensors, args, kwargs)
         with _disable_current_modes():  # a view of a twin would count as memory of its own

@@ -27,6 +27,7 @@ from .flops import flops_of
 from .graph import Op, Phase, TensorSpec, channels_last_order
 from .losses import is_whole, with_whole_storage
 from .onednn import with_workspace
+from .statistics import with_wide_statistics
 
 _MASK_MAKERS = ("bernoulli", "bernoulli_")
 _UNKNOWN = 2.0  # for what an optimizer reads; not 1.0, which some subtract from one and divide by
@@ -190,6 +191,7 @@ class Recorder(TorchDispatchMode):
             raise
         if func is torch.ops.aten.mkldnn_rnn_layer.default:
             out = with_workspace(args, out)
+        out = with_wide_statistics(func, args, out)
         whole = is_whole(func, args, kwargs)
         if whole:
             out = with_whole_storage(args, out)

@@ -29,7 +29,9 @@ from ..trace.fakes import (
 from ..trace.graph import Phase, Trace
 from ..trace.outside import Outside
 from ..trace.recorder import Recorder
+from ..trace.values import forget_varied
 from .apply import Step, apply
+from .graph import is_capturable
 
 
 def capture_step(
@@ -47,9 +49,10 @@ def capture_step(
     """One steady step by the plan, as `trace.capture` records a plain one.
 
     Of several microbatches the second stands for all: it meets the gradients that the first one
-    left, so its peak is the step's. `trained` names the parameters that get a gradient; `watch`
-    is shown the model and the recorder before the step. Without an optimizer there is no update,
-    nor state; without `passes` there is only the update.
+    left, so its peak is the step's. If it is the last and smaller, both are recorded. `trained`
+    names the parameters that get a gradient; `watch` is shown the model and the recorder before the
+    step. Without an optimizer there is no update, nor state; without `passes` there is only the
+    update.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with warnings.catch_warnings(), same_random_streams():
@@ -60,7 +63,10 @@ def capture_step(
         assert updates is not None
         if device == "cuda":
             default_to_foreach(updates)
-        recorder, outside = Recorder(), Outside(mode)
+        precision = "fp32" if plan.precision is None else plan.precision.kind
+        graph = device == "cuda" and is_capturable(twin, updates, precision)
+        # While a graph is captured nothing can be read, and Hugging Face does not ask.
+        recorder, outside = Recorder(), Outside(mode, asked=not graph)
         kernels: AbstractContextManager[Any] = CudaKernels() if device == "cuda" else nullcontext()
         with named_failures(recorder), mode, outside, kernels:
             step = apply(Plan.of(plan.techniques), twin, updates, loss=loss)
@@ -68,12 +74,14 @@ def capture_step(
             true = micro if micro is not None and not micro.simulated else None
             size = None if true is None else true.examples_at_once(data)
             examples = examples_of(data) if size is not None else None
-            if size is not None and examples is not None and size < examples:
+            if size is not None and examples is not None and 2 * size <= examples:
+                forget_varied(data)
                 data = cut(data, 0, size)
                 if passes:  # gradients as they are: one may be a part of a larger tensor
                     step._setup.backward(step._setup.run(data))
             elif passes and step._setup.first_run_differs:
-                step._setup.run(data)
+                for part, _ in step._setup.split(data):
+                    step._setup.run(part)
             if not passes:
                 _leave_gradients(step, trained)
             if watch is not None:

@@ -33,16 +33,20 @@ PATIENCE = 3
 
 
 def can_capture(setup: Setup, precision: str) -> bool:
-    """Whether the update stays on the device, and random numbers come from PyTorch's generator."""
+    """Whether the step is on CUDA, and such that it can be a graph there."""
     first = next(setup.model.parameters())
-    if first.device.type != "cuda" or is_fake(first):
-        return False
-    if any(isinstance(m, nn.RNNBase) and m.dropout > 0 for m in setup.model.modules()):
+    on_cuda = first.device.type == "cuda" and not is_fake(first)
+    return on_cuda and is_capturable(setup.model, setup.optimizer, precision)
+
+
+def is_capturable(model: nn.Module, optimizer: torch.optim.Optimizer, precision: str) -> bool:
+    """Whether the update stays on the device, and random numbers come from PyTorch's generator."""
+    if any(isinstance(m, nn.RNNBase) and m.dropout > 0 for m in model.modules()):
         return False  # cuDNN draws from a state of its own
     return (
         precision in ("fp16", "bf16")
-        or type(setup.optimizer) is torch.optim.SGD
-        or all(group.get("capturable") for group in setup.optimizer.param_groups)
+        or type(optimizer) is torch.optim.SGD
+        or all(group.get("capturable") for group in optimizer.param_groups)
     )
 
 

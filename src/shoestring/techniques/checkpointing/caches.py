@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from ...errors import InputError
 from ..base import Run
@@ -23,8 +21,7 @@ def without_caches(model: nn.Module, run: Run) -> Run:
     configs = _caching(model)
 
     def plain(batch: Any) -> torch.Tensor:
-        traced = isinstance(next(model.parameters(), None), FakeTensor)
-        with _switched_off(configs), _one_sequence() if traced else nullcontext():
+        with _switched_off(configs):
             return run(batch)
 
     return plain if configs else run
@@ -47,25 +44,6 @@ def refuse_caches(leaves: list[Any]) -> None:
 def _caching(model: nn.Module) -> list[Any]:
     configs = [getattr(module, "config", None) for module in model.modules()]
     return list({id(c): c for c in configs if getattr(c, "use_cache", False)}.values())
-
-
-@contextmanager
-def _one_sequence() -> Iterator[None]:
-    """For a trace: every row is one sequence.
-
-    Without a cache Hugging Face looks at the positions for several sequences in a row. Fake tensors
-    cannot show that there are none, and attention would get a mask that training does not have.
-    """
-    masks: Any = sys.modules.get("transformers.masking_utils")
-    look = getattr(masks, "find_packed_sequence_indices", None)
-    if look is None:
-        yield
-        return
-    masks.find_packed_sequence_indices = lambda position_ids: None
-    try:
-        yield
-    finally:
-        masks.find_packed_sequence_indices = look
 
 
 @contextmanager

@@ -1,0 +1,115 @@
+"""What tensors hold that follow from the batch's whole numbers, for models that ask.
+
+Fake tensors hold nothing, and models ask: whether a mask masks anything, whether a row is one
+sequence. The answer is worked out when it is asked for, by the same operations on real tensors.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from .batches import tensors_of
+
+_QUESTIONS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
+_MAKERS = ("arange", "full", "ones", "zeros")
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """How a tensor was made, which is what it holds as long as it has this version."""
+
+    function: Callable[..., Any]
+    leaves: list[Any]
+    form: TreeSpec
+    version: int = 0
+
+    def made(self) -> Any:
+        """The same, for real."""
+        leaves = [leaf.made() if isinstance(leaf, _Origin) else leaf for leaf in self.leaves]
+        args, kwargs = tree_unflatten(leaves, self.form)
+        return self.function(*args, **kwargs)
+
+
+_origins: MutableMapping[torch.Tensor, _Origin] = WeakTensorKeyDictionary()
+
+
+def _known(tensor: torch.Tensor) -> _Origin | None:
+    found = _origins.get(tensor)
+    return found if found is not None and found.version == tensor._version else None
+
+
+def stand_for(fake: torch.Tensor, given: torch.Tensor) -> None:
+    """Know a twin by what it is made from: whole numbers, or a twin that is known itself."""
+    origin = _known(given)
+    has_memory = not isinstance(given, FakeTensor) and not given.is_meta
+    if origin is None and has_memory and not given.is_floating_point():
+        real = given.detach().cpu()
+        origin = _Origin(lambda: real, *tree_flatten(((), {})))
+    if origin is not None:
+        _origins[fake] = replace(origin, version=fake._version)
+
+
+def forget_varied(batch: Any) -> None:
+    """Keep what holds for every part of the batch: tensors of one and the same number."""
+    for tensor in tensors_of(batch):
+        origin = _known(tensor)
+        if origin is None:
+            continue
+        with _disable_current_modes():
+            held = origin.made().flatten()
+            varied = bool((held != held[:1]).any())
+        if varied:
+            del _origins[tensor]
+
+
+def _follow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Origin | None:
+    """How the result follows from tensors that are known, if it does."""
+    if args and isinstance(args[0], torch.Tensor) and _known(args[0]) is None:
+        return None  # nearly always
+    leaves, form = tree_flatten((args, kwargs))
+    known = {id(leaf): _known(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)}
+    if None in known.values() or (not known and func._opname not in _MAKERS):
+        return None
+    return _Origin(func, [known.get(id(leaf), leaf) for leaf in leaves], form)
+
+
+def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The operation on fake tensors; a question about known ones is answered."""
+    if func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags:
+        return func(*args, **kwargs)
+    origin = _follow(func, args, kwargs)
+    if origin is not None and func in _QUESTIONS:
+        with _disable_current_modes():
+            return origin.made()
+    out = func(*args, **kwargs)
+    if origin is not None and isinstance(out, FakeTensor) and not out.is_inference():
+        _origins[out] = replace(origin, version=out._version)
+    return out
+
+
+@contextmanager
+def asking() -> Iterator[None]:
+    """Inside, Hugging Face asks what can be answered; of itself it asks fake tensors nothing.
+
+    It would make a mask where training has none.
+    """
+    checks: Any = sys.modules.get("transformers.utils.import_utils")
+    plain = getattr(checks, "is_fake_tensor", None)
+    if plain is None:
+        yield
+        return
+    checks.is_fake_tensor = lambda x: plain(x) and _known(x) is None
+    try:
+        yield
+    finally:
+        checks.is_fake_tensor = plain
