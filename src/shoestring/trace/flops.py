@@ -75,6 +75,10 @@ def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any)
     """Floating-point operations of this call."""
     if (attention := _attention(func._opname, args)) is not None:
         return attention
+    if func._opname == "_grouped_mm":  # every row, or column, is in one group
+        left, right = args[:2]
+        rows = left[0] if (left.dim(), right.dim()) == (3, 2) else left
+        return 2 * int(rows.numel()) * int(right.shape[-1])
     counter = flop_registry.get(func._overloadpacket)
     if counter is not None:
         return int(counter(*args, **kwargs, out_val=out))

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from .flops import flops_of
 from .graph import Op, Phase, TensorSpec, channels_last_order
+from .grouped import grouped_product
 from .losses import is_whole, with_whole_storage
 from .onednn import with_workspace
 from .statistics import with_wide_statistics
@@ -185,7 +186,8 @@ class Recorder(TorchDispatchMode):
             )
         ]
         try:
-            out = func(*args, **kwargs)
+            out = grouped_product(func, args, kwargs)
+            out = func(*args, **kwargs) if out is None else out
         except Exception:
             self.failed_in = self._module_stack[-1] if self._module_stack else None
             raise
