@@ -13,7 +13,7 @@ from ..errors import InputError
 from .results import Results, Row
 from .spec import Figure
 from .statistics import pareto_front
-from .tables import HEADS, SETTINGS, shown
+from .tables import HEADS, SETTINGS, head, shown
 
 # Okabe and Ito's colours, which people with any colour vision can tell apart, less the yellow.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -82,8 +82,7 @@ def label_of(results: Results, name: str) -> str:
     """What an axis is called."""
     if name == "score":
         return results.study.score_label
-    plain = name.rpartition(".")[2].replace("_", " ")
-    return HEADS.get(name, SETTINGS.get(name, plain)).replace("counted", "memory, counted")
+    return HEADS.get(name, head(name)).replace("counted", "memory, counted")
 
 
 def _words(rows: Sequence[Row], name: str) -> list[str]:
