@@ -70,6 +70,14 @@ def test_only_failures_that_are_retried_are_forgotten(tmp_path):
     assert (made.runs, made.failed, made.left) == (2, 1, 0)
 
 
+def test_a_wrong_baseline_ends_before_anything_is_written(tmp_path):
+    file, out = tmp_path / "one.toml", tmp_path / "out"
+    file.write_text("baseline = {density = 0.9}\n" + ONE + "[[grid]]\ndensity = [1.0, 0.5]")
+    with pytest.raises(InputError, match=r"no row is the baseline {'density': 0.9}"):
+        run_study(file, out, place=CPU)
+    assert not out.exists()
+
+
 def test_a_search_by_a_score_that_no_run_has_ends_with_the_first(tmp_path):
     file, out = tmp_path / "search.toml", tmp_path / "out"
     search = "[[search]]\nover = {lr = [0.1, 0.2, 0.3]}"

@@ -36,7 +36,8 @@ def test_signs_that_mean_something_elsewhere():
     table = Table("t", "t", ("a",), (("x\\y^2~{1} < 3",), ("two\nlines | 1",)))
     assert r"x\textbackslash{}y\textasciicircum{}2\textasciitilde{}\{1\} $<$ 3 \\" in table.latex()
     assert "| two lines \\| 1 |" in table.markdown()
-    table = Table("t", "a <i>\nstudy", ("a",), (("*", "[1]"), ("[x]\n\ny", "*")))
+    table = Table("t", "a <i>\nstudy", ("[a]", "b"), (("*", "[1]"), ("[x]\n\ny", "*")))
+    assert "\\toprule\n{}[a] & b \\\\\n" in table.latex()
     assert "{}* & [1] \\\\\n{}[x] y & * \\\\\n" in table.latex()
     assert table.markdown().startswith("## a &lt;i> study\n")
 

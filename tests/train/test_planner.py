@@ -427,15 +427,6 @@ def test_what_writes_to_a_buffer_makes_a_lossy_plan(build: Any, accounting: str)
     assert "microbatching" in {choice.part for choice in lossy.choices if choice.kind == LOSSY}
 
 
-def test_an_optimizer_that_runs_the_loss_itself_is_named() -> None:
-    model = nn.Linear(3, 1)
-    with pytest.raises(InputError, match="LBFGS runs the loss by itself"):
-        ss.plan(
-            model, torch.randn(4, 3), loss=lambda m, b: m(b).mean(), budget="1 MB",
-            optimizer=torch.optim.LBFGS(model.parameters()), device="cpu",
-        )  # fmt: skip
-
-
 def test_a_batch_that_cannot_be_cut_is_said_where_nothing_fits() -> None:
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
     with pytest.raises(BudgetError) as failed:

@@ -14,7 +14,7 @@ from torch import nn
 from ..errors import InputError
 from ..trace.batches import tensors_of
 from ..trace.capture import Loss, check_loss, role_by_life, user_code
-from ..trace.fakes import make_optimizer, span
+from ..trace.fakes import check_optimizer, make_optimizer, span
 from ..trace.graph import Phase, Role
 from ..trace.recorder import Recorder
 
@@ -49,6 +49,8 @@ def measure(
     device = _device_of(model, batch)
     if isinstance(optimizer, str):
         optimizer = make_optimizer(optimizer, model, {})
+    elif optimizer is not None:
+        check_optimizer(optimizer)
     with user_code():
         for _ in range(max(warmup_steps, 1)):
             training_step(model, batch, loss, optimizer)

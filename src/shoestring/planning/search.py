@@ -135,11 +135,21 @@ def smallest(estimates: Estimates, settings: Sequence[Setting]) -> Found | None:
 
 
 def budget_error(
-    budget_bytes: int, margin: float, least: Found | None, hints: Sequence[tuple[str, int]]
+    budget_bytes: int,
+    margin: float,
+    least: Found | None,
+    hints: Sequence[tuple[str, int]],
+    *,
+    splits: bool = True,
 ) -> BudgetError:
-    """Nothing fits: the smallest that was found, and what to allow to get lower."""
+    """Nothing fits: the smallest that was found, and what to allow to get lower.
+
+    Where the batch does not split there were no microbatches among what was tried.
+    """
     ways = [f"allow {name!r} (about {_at_least(size)})" for name, size in hints]
     hint = "; or ".join(ways) or "a smaller model or batch, or an optimizer with less state"
+    if not splits:
+        hint += "; microbatches need a batch whose tensors share their first dimension"
     if least is None:
         return BudgetError(f"no plan fits {format_size(budget_bytes)}", hint=hint)
     needed = budget_for(least.predicted.peak_bytes, margin)

@@ -117,6 +117,7 @@ def run_study(
     if workers < 1:
         raise InputError(f"--workers {workers} is below 1")
     folder = Folder(Path(out or Path("runs") / study.name))
+    expand(study, lambda job: None)  # mistakes end here, before anything is written
     _check_chosen(study, only or {})
     with _held(folder, study, resume):
         if retry_failed:

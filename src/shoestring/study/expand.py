@@ -111,7 +111,7 @@ def expand(study: Study, score: Score) -> Expansion:
     """The jobs up to the first search that has not ended, or all of them with the rows."""
     points = _points(study)
     settings = [point.settings for point in points]
-    _check_baseline(study, settings)
+    _check_baseline(study, map(_shown, settings))
     jobs: dict[str, Job] = {}
     choices: list[Choice] = []
     waiting = False
@@ -143,10 +143,10 @@ def expand(study: Study, score: Score) -> Expansion:
 
 def values_of(study: Study) -> dict[str, list[Any]]:
     """Every value that a setting has in some run, or may get from a search."""
-    points = [point.settings for point in _points(study)]
-    seeds = [{"seed": seed} for point in _points(study) for seed in point.seeds]
-    held: list[Mapping[str, Any]] = [NEUTRAL, *({"kind": kind} for kind in JOBS), *seeds]
-    held += [values for point in points for values in (_trainable(point), _shown(point))]
+    held: list[Mapping[str, Any]] = [NEUTRAL, *({"kind": kind} for kind in JOBS)]
+    for point in _points(study):
+        held += [_trainable(point.settings), _shown(point.settings)]
+        held += [{"seed": seed} for seed in point.seeds]
     for search in study.searches:
         held += [{"split": "validation"}, *({"seed": seed} for seed in search.seeds)]
         held += [search.using, *product(search.over)]
@@ -177,14 +177,14 @@ def matches(where: Mapping[str, Any], settings: Mapping[str, Any]) -> bool:
 
 
 def _check_baseline(
-    study: Study, points: Iterable[Mapping[str, Any]], *, chosen: bool = False
+    study: Study, rows: Iterable[Mapping[str, Any]], *, chosen: bool = False
 ) -> None:
     """InputError if no row is it; before a search has ended, by what is not searched for."""
     if study.baseline is None:
         return
     open_ = set() if chosen else {name for search in study.searches for name in search.over}
     wanted = {name: v for name, v in study.baseline.items() if name not in open_}
-    if not any(matches(wanted, _shown(point)) for point in points):
+    if not any(matches(wanted, row) for row in rows):
         raise InputError(
             f"no row is the baseline {dict(study.baseline)}", hint="add it to a [[grid]]"
         )

@@ -184,8 +184,8 @@ class Section(NamedTuple):
 
 
 def _section(name: str, *parts: str, title: str) -> Section:
-    head = f'<section id="{name}">\n<h2>{escape(title)}</h2>\n'
-    return Section(name, title, head + "\n".join(parts) + "\n</section>")
+    lines = [f'<section id="{name}">', f"<h2>{escape(title)}</h2>", *parts, "</section>"]
+    return Section(name, title, "\n".join(lines))
 
 
 def _links(sections: Sequence[Section]) -> str:

@@ -48,15 +48,14 @@ class Table:
 
     def latex(self) -> str:
         """For booktabs."""
-        body = [_first(row) + " & ".join(map(_tex, row)) + r" \\" for row in self.cells]
         return "\n".join(
             [
                 f"% {self.name}",
                 rf"\begin{{tabular}}{{{'l' * len(self.heads)}}}",
                 r"\toprule",
-                " & ".join(map(_tex, self.heads)) + r" \\",
+                _tex_line(self.heads),
                 r"\midrule",
-                *body,
+                *map(_tex_line, self.cells),
                 r"\bottomrule",
                 r"\end{tabular}",
                 *(rf"% {note}" for note in self.notes),
@@ -78,9 +77,10 @@ def _text(words: str) -> str:
     return " ".join(words.split()).replace("<", "&lt;")
 
 
-def _first(row: Sequence[str]) -> str:
-    """Behind the end of a line a star or a bracket would be an argument of it."""
-    return "{}" if row and row[0][:1] in ("*", "[") else ""
+def _tex_line(cells: Sequence[str]) -> str:
+    """At its start a star or a bracket would be an argument of the line before."""
+    guard = "{}" if cells and cells[0][:1] in ("*", "[") else ""
+    return guard + " & ".join(map(_tex, cells)) + r" \\"
 
 
 def _tex(text: str) -> str:

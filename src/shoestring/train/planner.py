@@ -35,7 +35,7 @@ from ..techniques.base import Setup
 from ..techniques.microbatching.split import examples_of
 from ..trace.blocks import is_normalization
 from ..trace.capture import Loss, check_trainable
-from ..trace.fakes import OptimizerLike, check_optimizer, make_optimizer
+from ..trace.fakes import OptimizerLike, make_optimizer
 from ..units import parse_size
 from .chain import measure_chain
 from .estimates import DeviceEstimates
@@ -98,8 +98,6 @@ class Planner:
         if optimizer is None:
             raise InputError("a plan is for training, which takes an optimizer", hint="such as sgd")
         check_trainable(model)
-        if isinstance(optimizer, torch.optim.Optimizer):
-            check_optimizer(optimizer)
         kind = next(model.parameters()).device.type if device is None else device
         if kind not in MARGIN:
             raise InputError(f"no accounting for device {kind!r}", hint="use 'cpu' or 'cuda'")
@@ -233,11 +231,9 @@ class Planner:
                 # As asked for, with what was allowed before.
                 hints.append((str(allowed), budget_for(lower, self.margin)))
                 known = lower
-        error = budget_error(budget_bytes, self.margin, least, hints)
-        if self._examples is None:
-            why = "microbatches need a batch whose tensors share their first dimension"
-            error.hint = f"{error.hint}; {why}"
-        return error
+        return budget_error(
+            budget_bytes, self.margin, least, hints, splits=self._examples is not None
+        )
 
     def _tightest(self, *settings: Setting) -> int | None:
         """Peak of the smallest plan by either, from its own step where that can run."""
