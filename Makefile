@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 setup: $(STAMP)
 
 demo: $(STAMP)
-	$(BIN)/python -m shoestring.demo
+	$(BIN)/python -m shoestring.lab.demo
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2

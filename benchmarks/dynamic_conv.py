@@ -22,8 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoestring.memory.measure import track
-from shoestring.models.dynamic_conv_function import DynamicConv
+from shoestring.lab.models.dynamic_conv_function import DynamicConv
+from shoestring.memory.live.measure import track
 
 TAPS = (3, 7, 15, 31)
 SHAPES = ((160, 25), (16, 250))

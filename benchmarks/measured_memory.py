@@ -25,10 +25,10 @@ os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "0")
 
 import torch
 
-from shoestring.memory.measure import training_step
-from shoestring.models import builtin
+from shoestring.lab.models import builtin
+from shoestring.memory.live.measure import training_step
+from shoestring.step.apply import apply
 from shoestring.techniques import Checkpointing, Microbatching, Precision, Sparsity
-from shoestring.train.apply import apply
 
 
 @dataclass(frozen=True)

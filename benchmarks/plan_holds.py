@@ -30,10 +30,10 @@ from torch.utils._pytree import tree_map
 
 import shoestring as ss
 from architectures import ARCHITECTURES
-from shoestring.models import builtin
+from shoestring.lab.models import builtin
+from shoestring.planning.planner import Planner
 from shoestring.planning.result import LOSSLESS, short
 from shoestring.trace.fakes import make_optimizer
-from shoestring.train.planner import Planner
 
 Row = dict[str, Any]
 

@@ -34,9 +34,9 @@ from torch.utils.checkpoint import checkpoint
 import shoestring as ss
 from architectures.vision import Basic, Bottleneck, ResNet
 from plan_holds import clean, provenance
-from shoestring.memory.measure import measure, training_step
+from shoestring.memory.live.measure import measure, training_step
+from shoestring.planning.planner import Planner
 from shoestring.planning.result import short
-from shoestring.train.planner import Planner
 
 COMPILE_BUDGETS = (0.5, 0.3, 0.1)
 """Tried in this order until one needs no more memory than ours."""

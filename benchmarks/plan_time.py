@@ -22,11 +22,11 @@ from torch import nn
 
 import shoestring as ss
 from plan_holds import provenance
+from shoestring.lab.target import _building
+from shoestring.planning import device_estimates as estimates
 from shoestring.planning.cost import NOMINAL
+from shoestring.planning.planner import Planner
 from shoestring.planning.result import short
-from shoestring.target import _building
-from shoestring.train import estimates
-from shoestring.train.planner import Planner
 
 SHARES = (0.9, 0.7, 0.5)
 

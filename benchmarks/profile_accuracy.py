@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from architectures import ARCHITECTURES, Architecture
 from shoestring.memory.device import device_timeline
-from shoestring.memory.measure import Measurement, measure, training_step
+from shoestring.memory.live.measure import Measurement, measure, training_step
 from shoestring.trace.capture import capture
 from shoestring.trace.fakes import make_optimizer
 

@@ -20,14 +20,14 @@ from typing import Any
 
 import torch
 
-from shoestring.planning.plan import Plan
-from shoestring.records.run import provenance
-from shoestring.tasks import load_task
-from shoestring.tasks.images import ImageTask
+from shoestring.lab.records.run import provenance
+from shoestring.lab.runs import loop
+from shoestring.lab.runs.settings import Settings, settings_for
+from shoestring.lab.runs.trainer import Trainer, prepare_device
+from shoestring.lab.tasks import load_task
+from shoestring.lab.tasks.images import ImageTask
 from shoestring.techniques import Checkpointing, Microbatching, Precision, Sparsity
-from shoestring.train import loop
-from shoestring.train.settings import Settings, settings_for
-from shoestring.train.trainer import Trainer, prepare_device
+from shoestring.techniques.plan import Plan
 
 MOST_SLOWER = 1.05
 MOST_GROWN_BYTES = 20 * 10**6

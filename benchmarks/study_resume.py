@@ -19,7 +19,7 @@ from pathlib import Path
 
 from torch import nn
 
-from shoestring.records.run import FILE, Event, read, strip_times
+from shoestring.lab.records.run import FILE, Event, read, strip_times
 
 STUDY = """
 title = "Forty short runs"

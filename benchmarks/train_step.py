@@ -21,14 +21,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from shoestring.models import builtin
-from shoestring.planning.plan import Plan
-from shoestring.records.run import provenance
-from shoestring.tasks import load_task
-from shoestring.tasks.images import ImageTask
+from shoestring.lab.models import builtin
+from shoestring.lab.records.run import provenance
+from shoestring.lab.runs.settings import settings_for
+from shoestring.lab.runs.trainer import Trainer, prepare_device
+from shoestring.lab.tasks import load_task
+from shoestring.lab.tasks.images import ImageTask
 from shoestring.techniques import Precision
-from shoestring.train.settings import settings_for
-from shoestring.train.trainer import Trainer, prepare_device
+from shoestring.techniques.plan import Plan
 
 MOST = 1.1
 """What the loop may take, relative to the bare one."""

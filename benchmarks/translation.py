@@ -27,15 +27,15 @@ os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "0")
 import numpy as np
 import torch
 
-from shoestring.models.dynamic_conv import SOURCE_VOCABULARY, TARGET_VOCABULARY
-from shoestring.planning.plan import Plan
-from shoestring.records.run import provenance
-from shoestring.tasks.bpe import END, SPECIAL, Sentences, Vocabulary
-from shoestring.tasks.prepared import load
-from shoestring.tasks.text import LONGEST, TextTask
+from shoestring.lab.models.dynamic_conv import SOURCE_VOCABULARY, TARGET_VOCABULARY
+from shoestring.lab.records.run import provenance
+from shoestring.lab.runs.text_settings import text_settings_for
+from shoestring.lab.runs.trainer import Trainer, prepare_device
+from shoestring.lab.tasks.bpe import END, SPECIAL, Sentences, Vocabulary
+from shoestring.lab.tasks.prepared import load
+from shoestring.lab.tasks.text import LONGEST, TextTask
 from shoestring.techniques import Checkpointing, Microbatching, Precision, Sparsity, Technique
-from shoestring.train.text_settings import text_settings_for
-from shoestring.train.trainer import Trainer, prepare_device
+from shoestring.techniques.plan import Plan
 
 MICROBATCH = Microbatching(250, unit="tokens")
 WAYS: dict[str, list[Technique] | None] = {

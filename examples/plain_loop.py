@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import shoestring as ss
-from shoestring.models.wide_resnet import wide_resnet
+from shoestring.lab.models.wide_resnet import wide_resnet
 
 
 def loss(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from shoestring.cli import main
+from shoestring.cli.main import main
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"

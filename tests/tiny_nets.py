@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from shoestring.models.wide_resnet import ResidualBlock
-from shoestring.tasks.images import ImageTask
+from shoestring.lab.models.wide_resnet import ResidualBlock
+from shoestring.lab.tasks.images import ImageTask
 
 TINY = "tiny_nets:tiny_residual"
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from functools import cache
 
-from shoestring.tasks.bpe import learn
-from shoestring.tasks.corpus import Corpus, Pairs
-from shoestring.tasks.number_words import english, german
-from shoestring.tasks.text import TextTask, encoded
+from shoestring.lab.tasks.bpe import learn
+from shoestring.lab.tasks.corpus import Corpus, Pairs
+from shoestring.lab.tasks.number_words import english, german
+from shoestring.lab.tasks.text import TextTask, encoded
 
 SMALL = "dc-transformer-tiny-width-16-decoder-1"
 

@@ -6,16 +6,16 @@ the step a `Plan` asks for, `fit` does both; `verify` trains by the plan and pla
 """
 
 from .errors import BudgetError, BudgetWarning, NoEffectWarning, ShoestringError
-from .memory.measure import Measurement, measure
+from .memory.live.measure import Measurement, measure
 from .memory.model import MemoryProfile
-from .planning.plan import Plan
+from .planning.fit import fit
+from .planning.planner import plan
 from .planning.result import BudgetPlan
-from .profiling import profile
+from .step.apply import apply
+from .step.profiling import profile
 from .techniques import Checkpointing, Microbatching, Precision, Sparsity
-from .train.apply import apply
-from .train.fit import fit
-from .train.planner import plan
-from .train.verify import verify
+from .techniques.plan import Plan
+from .verification.verify import verify
 
 __version__ = "0.1.0"
 

@@ -4,7 +4,7 @@ import re
 from decimal import Decimal
 from fractions import Fraction
 
-from shoestring.errors import SizeError
+from .errors import SizeError
 
 _UNIT_BYTES = {
     "B": 1,

@@ -7,8 +7,8 @@ import torch
 
 import soak
 import train_step
-from shoestring.planning.plan import Plan
-from shoestring.train.settings import settings_for
+from shoestring.lab.runs.settings import settings_for
+from shoestring.techniques.plan import Plan
 from tiny_nets import TINY, small_task
 
 CPU = torch.device("cpu")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoestring.memory.allocator import MIB, CachingAllocator, rounded, segment_bytes
+from shoestring.memory.cuda.allocator import MIB, CachingAllocator, rounded, segment_bytes
 
 
 @pytest.mark.parametrize(

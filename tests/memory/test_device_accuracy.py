@@ -8,7 +8,7 @@ import torch
 
 from architectures import ARCHITECTURES, HUGGINGFACE_NAMES, Architecture
 from shoestring.memory.device import device_timeline
-from shoestring.memory.measure import measure
+from shoestring.memory.live.measure import measure
 from shoestring.trace.capture import capture
 
 LARGEST_ERROR = 0.01

@@ -14,13 +14,13 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from reference.step_by_step import simulate
+from shoestring.lab.models import builtin
+from shoestring.lab.models.wide_resnet import ResidualBlock
 from shoestring.memory.fundamental import fundamental_timeline
 from shoestring.memory.model import MemoryProfile, memory_profile
 from shoestring.memory.nodes import ForwardGraph, Gradient, Node, forward_graph, record_key
 from shoestring.memory.schedule import recompute_flops, schedule
-from shoestring.models import builtin
-from shoestring.models.wide_resnet import ResidualBlock
-from shoestring.profiling import profile
+from shoestring.step.profiling import profile
 from shoestring.techniques import Checkpointing, Precision, Sparsity
 from shoestring.trace.capture import capture
 from shoestring.trace.graph import Role, Trace

@@ -12,11 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from shoestring.memory.history import Block, blocks_at_peak
-from shoestring.memory.live import LiveBlock, LivePeak, describe, live_at_peak
-from shoestring.memory.measure import training_step
-from shoestring.memory.names import resident_names
-from shoestring.memory.watch import Watch
+from shoestring.memory.live.history import Block, blocks_at_peak
+from shoestring.memory.live.live import LiveBlock, LivePeak, describe, live_at_peak
+from shoestring.memory.live.measure import training_step
+from shoestring.memory.live.names import resident_names
+from shoestring.memory.live.watch import Watch
 from shoestring.trace.graph import Phase
 
 MIB = 2**20

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from architectures import ARCHITECTURES
 from shoestring.errors import InputError
-from shoestring.memory.measure import measure, training_step
+from shoestring.memory.live.measure import measure, training_step
 from shoestring.trace.fakes import make_optimizer
 
 

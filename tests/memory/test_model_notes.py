@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from shoestring.profiling import profile
+from shoestring.step.profiling import profile
 
 
 class Checkpointed(nn.Module):

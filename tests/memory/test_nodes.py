@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from shoestring.lab.models import builtin
+from shoestring.lab.models.dynamic_conv import dc_transformer, label_smoothed_loss
 from shoestring.memory.model import memory_profile
 from shoestring.memory.nodes import ForwardGraph, Node, forward_graph
-from shoestring.models import builtin
-from shoestring.models.dynamic_conv import dc_transformer, label_smoothed_loss
 from shoestring.trace.capture import capture
 from shoestring.trace.graph import Role
 from shoestring.trace.rules import Flow

@@ -10,9 +10,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shoestring.errors import InputError
+from shoestring.lab.models import builtin
 from shoestring.memory.nodes import ForwardGraph, forward_graph
 from shoestring.memory.schedule import Kind, Segment, recompute_flops, schedule, segments
-from shoestring.models import builtin
 from shoestring.trace.capture import capture
 
 BATCH = 10

@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from shoestring.memory.calibrate import _measured, learn_convolutions
-from shoestring.memory.convolutions import _channels_last, convolution, convolutions
-from shoestring.memory.cudnn import (
+from shoestring.memory.cuda.calibrate import _measured, learn_convolutions
+from shoestring.memory.cuda.convolutions import _channels_last, convolution, convolutions
+from shoestring.memory.cuda.cudnn import (
     DROPOUT_STATE_BYTES,
     KINDS,
     ConvolutionShape,
@@ -15,15 +15,10 @@ from shoestring.memory.cudnn import (
     RecurrentShape,
     recurrent_bytes,
 )
+from shoestring.memory.cuda.operands import Operands
+from shoestring.memory.cuda.reductions import reduction_bytes
+from shoestring.memory.cuda.workspaces import CUBLAS_BYTES, CUBLAS_LT_BYTES, persistent, temporaries
 from shoestring.memory.device import device_timeline
-from shoestring.memory.operands import Operands
-from shoestring.memory.reductions import reduction_bytes
-from shoestring.memory.workspaces import (
-    CUBLAS_BYTES,
-    CUBLAS_LT_BYTES,
-    persistent,
-    temporaries,
-)
 from shoestring.trace.capture import capture
 from shoestring.trace.graph import Role
 

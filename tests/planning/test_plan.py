@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoestring.errors import InputError
-from shoestring.planning.plan import Plan
 from shoestring.techniques import Checkpointing, Microbatching, Precision, Sparsity
+from shoestring.techniques.plan import Plan
 
 NAME = st.text(st.characters(exclude_categories=("Cc", "Cs")), min_size=1, max_size=8)
 NAMES = st.lists(NAME, max_size=3).map(tuple)

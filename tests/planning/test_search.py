@@ -6,15 +6,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoestring.errors import BudgetError, InputError
-from shoestring.models import builtin
+from shoestring.lab.models import builtin
 from shoestring.planning.allow import Allowed, density_loss, microbatch_loss
-from shoestring.planning.plan import Plan
+from shoestring.planning.planner import Planner
 from shoestring.planning.result import LOSSLESS, LOSSY, NEAR, FrontPoint
 from shoestring.planning.search import pareto
 from shoestring.planning.settings import settings
-from shoestring.profiling import profile
+from shoestring.step.profiling import profile
 from shoestring.techniques import Checkpointing, Precision, Sparsity
-from shoestring.train.planner import Planner
+from shoestring.techniques.plan import Plan
 
 BUDGETS = ("404.8", "200", "100", "42.6", "20", "12.2", "10")
 

@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from interpreter import run_interpreted
+from shoestring.step.apply import Step, apply
 from shoestring.techniques import Checkpointing, Microbatching, Precision, batch_norm
 from shoestring.techniques.batch_norm import Settings, inner, normalise, statistics
-from shoestring.train.apply import Step, apply
 
 BESIDE = {4: torch.channels_last, 5: torch.channels_last_3d}
 NORMS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
@@ -131,7 +131,7 @@ def compare_groups(device: str, *, small: bool = False) -> None:
 
 def compare_small_tiles(device: str) -> None:
     """Several tiles for each program, several programs for each channel."""
-    from shoestring.techniques import batch_norm_tiles as kernels
+    from shoestring.kernels import batch_norm_tiles as kernels
 
     sizes = kernels.TILE, kernels.SHARES, kernels.READERS, kernels.PROGRAMS
     kernels.TILE, kernels.SHARES, kernels.READERS, kernels.PROGRAMS = 128, 4, 3, 9
@@ -179,7 +179,7 @@ def started(model: nn.Module, *techniques: Any) -> Step:
 @contextmanager
 def kernels_of(device: str) -> Iterator[Counter[str]]:
     """Kernels on this device too, and how often each function of theirs is called."""
-    from shoestring.techniques import batch_norm_tiles as kernels
+    from shoestring.kernels import batch_norm_tiles as kernels
 
     ran: Counter[str] = Counter()
     plain = {name: getattr(kernels, name) for name in ("statistics", "normalise", "gradients")}

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from shoestring.errors import InputError, NoEffectWarning
+from shoestring.step.apply import Step, apply
+from shoestring.step.predict import predict_step
 from shoestring.techniques import Checkpointing, Microbatching, Precision, Sparsity, Technique
-from shoestring.train.apply import Step, apply
-from shoestring.train.predict import predict_step
 from techniques.small_models import SMALL
 
 TOLERANCE = 0.02

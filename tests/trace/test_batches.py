@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 import shoestring as ss
+from shoestring.step.apply import apply
 from shoestring.techniques import Microbatching
 from shoestring.trace.batches import form_of, map_tensors, tensors_of
-from shoestring.train.apply import apply
 
 Pair = namedtuple("Pair", "x y")
 

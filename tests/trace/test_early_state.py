@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import shoestring as ss
-from shoestring.train.predict import predict_step
+from shoestring.step.predict import predict_step
 
 
 class Partly(nn.Module):

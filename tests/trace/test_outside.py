@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 from shoestring.errors import TraceError
-from shoestring.memory.measure import measure
+from shoestring.memory.live.measure import measure
 from shoestring.memory.model import memory_profile
-from shoestring.planning.plan import Plan
+from shoestring.step.predict import predict_step
+from shoestring.step.trace_step import capture_step
+from shoestring.techniques.plan import Plan
 from shoestring.trace.capture import capture
-from shoestring.train.capture import capture_step
-from shoestring.train.predict import predict_step
 
 Use = Callable[[nn.Module, Tensor, Callable[..., Tensor], torch.optim.Optimizer], object]
 

@@ -12,17 +12,9 @@ from torch import Tensor, nn
 
 from shoestring.errors import UnknownOperationWarning
 from shoestring.memory.nodes import forward_graph
-from shoestring.profiling import profile
+from shoestring.step.profiling import profile
 from shoestring.trace.capture import capture
-from shoestring.trace.rules import (
-    _ALIASES,
-    FALLBACK,
-    RULES,
-    UNDIFFERENTIATED,
-    Flow,
-    Rule,
-    rule_for,
-)
+from shoestring.trace.rules import _ALIASES, FALLBACK, RULES, UNDIFFERENTIATED, Flow, Rule, rule_for
 
 aten = torch.ops.aten
 TOLERANCE = {"rtol": 1e-10, "atol": 1e-12}

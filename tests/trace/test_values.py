@@ -11,10 +11,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from shoestring import Checkpointing, Microbatching, apply, measure, profile, verify
 from shoestring.errors import TraceError
 from shoestring.memory.device import device_timeline
-from shoestring.planning.plan import Plan
+from shoestring.step.trace_step import capture_step
+from shoestring.techniques.plan import Plan
 from shoestring.trace.capture import capture
 from shoestring.trace.fakes import fake_batch
-from shoestring.train.capture import capture_step
 
 # -- questions ---------------------------------------------------------------------------------
 

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import shoestring as ss
+from shoestring.step.predict import predict_step
 from shoestring.trace.capture import capture
-from shoestring.train.predict import predict_step
 
 LOSSES = {
     "mse": F.mse_loss,

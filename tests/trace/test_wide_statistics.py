@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from shoestring import Checkpointing, apply, measure, profile
+from shoestring.step.predict import predict_step
 from shoestring.trace.capture import capture
-from shoestring.train.predict import predict_step
 
 KINDS: dict[str, Any] = {
     "layer": lambda: nn.LayerNorm(6),

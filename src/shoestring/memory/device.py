@@ -11,11 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ..trace.graph import Phase, Role, Storage, Trace
-from .allocator import CachingAllocator
-from .cudnn import ConvolutionTable
-from .operands import Temporary
+from .cuda.allocator import CachingAllocator
+from .cuda.cudnn import ConvolutionTable
+from .cuda.operands import Temporary
+from .cuda.workspaces import Persistent, persistent, temporaries
 from .timeline import Change, Timeline, build
-from .workspaces import Persistent, persistent, temporaries
 
 STEPS = 3
 """Steps replayed: the optimizer's state appears in the first, the third is the steady one."""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from shoestring.errors import InputError
+from ..errors import InputError
 
 IndexFormat = Literal["csr", "bitmask", "smallest"]
 

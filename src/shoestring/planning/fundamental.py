@@ -18,12 +18,12 @@ from ..errors import InputError, UnknownOperationWarning
 from ..memory.fundamental import parameter_bytes
 from ..memory.model import MemoryProfile, memory_profile
 from ..techniques import Checkpointing
+from ..techniques.plan import Plan
 from ..trace.blocks import runs_twice, writers
 from ..trace.capture import Loss, capture
 from ..trace.fakes import OptimizerLike
 from ..trace.graph import Trace
 from .cost import IDEAL
-from .plan import Plan
 from .result import Predicted
 from .search import Candidate
 from .settings import Setting

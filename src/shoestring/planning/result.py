@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..techniques.plan import Plan
 from ..units import format_flops, format_size
-from .plan import Plan
 
 LOSSLESS, NEAR, LOSSY = "lossless", "near-lossless", "lossy"
 

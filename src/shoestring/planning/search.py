@@ -16,8 +16,8 @@ from typing import Protocol
 
 from ..errors import BudgetError
 from ..techniques import Checkpointing
+from ..techniques.plan import Plan
 from ..units import format_size
-from .plan import Plan
 from .result import FrontPoint, Predicted, short
 from .settings import Setting
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ..techniques import Checkpointing, Microbatching, Precision, Sparsity
+from ..techniques.plan import Plan
 from .allow import PRECISION_LOSS, Allowed, density_loss, microbatch_loss
-from .plan import Plan
 from .result import LOSSLESS, LOSSY, NEAR
 from .stages import Chain, Option, Stage, Work
 

@@ -21,11 +21,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function
 
-from ..kernels import has_triton, in_prediction
+from ..kernels import batch_norm_tiles, has_triton, in_prediction
+from ..kernels.batch_norm_tiles import Running, inner
 from ..trace.fakes import is_fake
-from . import batch_norm_tiles
 from .base import Setup
-from .batch_norm_tiles import Running, inner
 
 DEVICES = ("cuda",)
 """Where Triton's kernels run."""

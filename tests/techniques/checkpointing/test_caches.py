@@ -12,7 +12,7 @@ from transformers import (
 
 from shoestring import Checkpointing, apply
 from shoestring.errors import InputError
-from shoestring.train.predict import predict_step
+from shoestring.step.predict import predict_step
 
 CONFIG = {"n_layer": 2, "n_embd": 16, "n_head": 2, "vocab_size": 20, "n_positions": 16}
 

@@ -13,14 +13,14 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from shoestring.errors import InputError, NoEffectWarning
+from shoestring.lab.models import builtin
 from shoestring.memory.model import memory_profile
 from shoestring.memory.nodes import forward_graph
 from shoestring.memory.schedule import Kind, schedule
-from shoestring.models import builtin
+from shoestring.step.apply import apply
 from shoestring.techniques import Checkpointing
 from shoestring.trace.capture import capture
 from shoestring.trace.graph import Trace
-from shoestring.train.apply import apply
 from techniques.small_models import SMALL, Small
 
 STRATEGIES = ["none", "no-bn", "every-1", "every-2", "every-5"]

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from shoestring.models import builtin
+from shoestring.lab.models import builtin
+from shoestring.step.predict import predict_step
 from shoestring.techniques import Checkpointing
 from shoestring.techniques import checkpointing as technique
-from shoestring.train.predict import predict_step
 
 PAGE = (Path(technique.__file__).parent / "README.md").read_text(encoding="utf-8")
 ROWS = dict(re.findall(r"^\| `(\S+)` \| (\d+\.\d) MB \|", PAGE, re.MULTILINE))

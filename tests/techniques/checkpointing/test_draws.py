@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
+from shoestring.step.apply import Step, apply
 from shoestring.techniques import Checkpointing, Microbatching
 from shoestring.techniques.checkpointing.draws import Places, Starts, followed_by, follower
 from shoestring.techniques.checkpointing.regions import region
-from shoestring.train.apply import Step, apply
 from techniques.small_models import SMALL
 
 

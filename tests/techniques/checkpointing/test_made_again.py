@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoestring.memory.model import memory_profile
+from shoestring.planning.block_chain import measure_chain
+from shoestring.step.apply import apply
 from shoestring.techniques import Checkpointing
 from shoestring.trace.capture import capture
-from shoestring.train.apply import apply
-from shoestring.train.chain import measure_chain
 
 
 class Bottleneck(nn.Module):

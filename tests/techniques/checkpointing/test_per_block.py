@@ -14,22 +14,22 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
-from shoestring.cli import app
+from shoestring.cli.main import app
 from shoestring.errors import InputError
+from shoestring.lab.models import builtin
 from shoestring.memory.items import LEAVES, Item, leaves, part, read, write
 from shoestring.memory.model import memory_profile
-from shoestring.models import builtin
+from shoestring.planning.block_chain import measure_chain
 from shoestring.planning.chain import front
-from shoestring.planning.plan import Plan
 from shoestring.planning.stages import evaluate
+from shoestring.step.apply import apply
+from shoestring.step.predict import predict_step
 from shoestring.techniques import Checkpointing, Microbatching, Precision
+from shoestring.techniques.plan import Plan
 from shoestring.trace.blocks import block_levels
 from shoestring.trace.capture import capture
-from shoestring.train.apply import apply
-from shoestring.train.certificate import Level
-from shoestring.train.chain import measure_chain
-from shoestring.train.predict import predict_step
-from shoestring.train.verify import verify
+from shoestring.verification.certificate import Level
+from shoestring.verification.verify import verify
 from techniques.small_models import SMALL
 
 FOUR = [

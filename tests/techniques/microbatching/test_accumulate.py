@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from shoestring import Plan
+from shoestring.step.apply import apply
+from shoestring.step.trace_step import capture_step
 from shoestring.techniques import Checkpointing, Microbatching, Precision, Sparsity
 from shoestring.techniques.microbatching import accumulate as module
-from shoestring.train.apply import apply
-from shoestring.train.capture import capture_step
 
 torch.set_num_threads(1)
 ENOUGH = module.WAITING

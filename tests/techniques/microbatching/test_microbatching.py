@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from shoestring.errors import InputError, NoEffectWarning
+from shoestring.step.apply import apply
 from shoestring.techniques import Microbatching, microbatching
 from shoestring.techniques.base import Technique
 from shoestring.trace.capture import capture
-from shoestring.train.apply import apply
 from techniques.small_models import SMALL
 
 torch.set_num_threads(1)

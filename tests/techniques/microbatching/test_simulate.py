@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from shoestring.errors import InputError, NoEffectWarning
+from shoestring.step.apply import apply
 from shoestring.techniques import Checkpointing, Microbatching
-from shoestring.train.apply import apply
 from techniques.small_models import SMALL
 
 torch.set_num_threads(1)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoestring.models.wide_resnet import ResidualBlock
+from shoestring.lab.models.wide_resnet import ResidualBlock
 
 
 class ConvolutionNet(nn.Module):

@@ -10,9 +10,9 @@ from torch import nn
 
 from shoestring.errors import InputError, NoEffectWarning
 from shoestring.memory.storage import nonzero_count
+from shoestring.step.apply import apply
 from shoestring.techniques import Checkpointing, Sparsity
 from shoestring.techniques.sparsity import sparse_tensors
-from shoestring.train.apply import apply
 
 from .small_models import CASES, OPTIMIZERS, build
 

@@ -8,14 +8,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoestring.errors import InputError, NoEffectWarning
+from shoestring.lab.models.wide_resnet import wide_resnet
 from shoestring.memory.fundamental import parameter_bytes
-from shoestring.models.wide_resnet import wide_resnet
+from shoestring.step.apply import apply
+from shoestring.step.predict import predict_step
 from shoestring.techniques import Sparsity
 from shoestring.techniques.sparsity import sparse_tensors
 from shoestring.trace.capture import capture
 from shoestring.trace.graph import Trace
-from shoestring.train.apply import apply
-from shoestring.train.predict import predict_step
 
 from .small_models import CASES, OPTIMIZERS, build
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+from shoestring.step.apply import apply
 from shoestring.techniques import Sparsity
 from shoestring.techniques.sparsity import sparse_tensors, to_dense
-from shoestring.train.apply import apply
 
 from .small_models import CASES, OPTIMIZERS, build
 from .test_kernels import compare

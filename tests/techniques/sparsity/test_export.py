@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from shoestring.errors import InputError
+from shoestring.step.apply import Step, apply
 from shoestring.techniques import Sparsity
 from shoestring.techniques.sparsity import load_dense, sparse_tensors, to_dense
-from shoestring.train.apply import Step, apply
 
 from .small_models import CASES, OPTIMIZERS, build
 

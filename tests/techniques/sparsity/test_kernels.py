@@ -12,7 +12,7 @@ SHAPES = [(3, 5), (16, 16, 3, 3), (8, 512), (9, 1025), (1, 1), (5, 3, 3, 3), (17
 
 def compare(device: str) -> None:
     """Scatter and gather of random patterns, on a device."""
-    from shoestring.techniques.sparsity import kernels
+    from shoestring.kernels import bitmask as kernels
 
     for shape in SHAPES:
         for density in (0.0, 0.3, 1.0):

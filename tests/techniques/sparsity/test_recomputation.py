@@ -13,12 +13,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from shoestring.models import builtin
+from shoestring.lab.models import builtin
+from shoestring.step.apply import Step, apply
+from shoestring.step.predict import predict_step
 from shoestring.techniques import Checkpointing, Microbatching, Sparsity, Technique
 from shoestring.techniques.sparsity import sparse_tensors
 from shoestring.techniques.sparsity.tensor import SparseTensor
-from shoestring.train.apply import Step, apply
-from shoestring.train.predict import predict_step
 
 STRATEGIES = ["no-bn", "every-2", "every-6", "residual-1", "residual-2", "residual-1*",
               "residual-2*"]  # fmt: skip

@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from shoestring.step.apply import apply
 from shoestring.techniques import Sparsity
 from shoestring.techniques.sparsity import REPORT_SCHEDULE, sparse_tensors
 from shoestring.techniques.sparsity import rewiring as rewirings
 from shoestring.techniques.sparsity.rewiring import is_due, shares
 from shoestring.techniques.sparsity.tensor import random_positions
-from shoestring.train.apply import apply
 
 
 def test_the_report_s_schedule() -> None:

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from reference.masked_dense import MaskedDense
+from shoestring.step.apply import apply
 from shoestring.techniques import Checkpointing, Microbatching, Sparsity
 from shoestring.techniques.sparsity import sparse_tensors, to_dense
 from shoestring.techniques.sparsity.tensor import random_positions
 from shoestring.trace.blocks import sparsifiable_names
-from shoestring.train.apply import apply
 
 from .small_models import CASES, OPTIMIZERS, build
 

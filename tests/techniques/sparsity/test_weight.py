@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoestring.errors import InputError
+from shoestring.step.apply import apply
 from shoestring.techniques import Sparsity
 from shoestring.techniques.sparsity import sparse_tensors, to_dense
 from shoestring.techniques.sparsity.weight import SparseWeight
-from shoestring.train.apply import apply
 
 
 def sparse(model: nn.Module, *names: str, density: float = 0.4) -> tuple[nn.Module, nn.Module]:

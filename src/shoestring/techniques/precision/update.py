@@ -240,7 +240,7 @@ class Update:
                     moments = [states[piece.parameter][key][piece.rows] for key in block.keys]
                     torch._foreach_mul_([piece.narrow, *moments], 1)
             return
-        from . import kernels
+        from ...kernels import update as kernels
 
         update = kernels.sgd if isinstance(self._optimizer, SGD) else kernels.adam
         update(states, blocks, self._drawing, self._scale, stochastic=self._noise is not None)

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from ...passes import passes
 from ...trace.fakes import is_fake
+from ...trace.passes import passes
 
 CHUNK = 32_760
 """Elements unpacked at a time on the CPU: from 32,768 on `masked_select` makes int64 tables."""

@@ -76,7 +76,7 @@ class SparseTensor:
         there = self.index.is_cuda and not plain.is_fake(self.index) and has_triton()
         if not there or not self._has_bits():
             return None
-        from . import kernels
+        from ...kernels import bitmask as kernels
 
         if self._starts is None:
             self._starts = kernels.block_starts(self.index)

@@ -1,0 +1,1 @@
+"""The command line: verbs that call the library and decide nothing."""

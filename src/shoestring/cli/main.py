@@ -1,0 +1,367 @@
+"""Verbs → library calls; no logic. Data on stdout, progress and errors on stderr."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import warnings
+from io import TextIOWrapper
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from .. import __version__
+from ..errors import InputError, ShoestringError, render
+from ..progress import working
+from ..units import format_count, format_flops, format_size
+from . import study_verbs as study_verbs
+from . import train_verbs as train_verbs
+from .options import (
+    AsJson,
+    Batch,
+    Checkpoint,
+    Density,
+    Inputs,
+    LossName,
+    Microbatch,
+    ModelName,
+    OptimizerName,
+    PlanFile,
+    PrecisionKind,
+    planned,
+    techniques,
+)
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    help="Train neural networks in a small, known amount of memory.",
+    epilog="Example: `shoestring profile wrn-28-2 --precision fp16 --checkpoint 'residual-2*'`",
+)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"shoestring {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command(
+    epilog="""Examples:
+
+`shoestring profile wrn-28-2`
+
+`shoestring profile wrn-28-2 --density 0.3 --precision fp16 --microbatch 10 --checkpoint no-bn`
+
+`shoestring profile mypackage.models:build --input 8x3x224x224 --accounting device --device cuda`
+"""
+)
+def profile(
+    model: ModelName,
+    input: Inputs = None,
+    batch: Batch = None,
+    optimizer: OptimizerName = None,
+    density: Density = None,
+    precision: PrecisionKind = None,
+    microbatch: Microbatch = None,
+    checkpoint: Checkpoint = None,
+    accounting: Annotated[
+        str,
+        typer.Option(help="fundamental (the report's) or device (what the allocator shows)."),
+    ] = "fundamental",
+    device: Annotated[
+        str, typer.Option(help="cpu or cuda, for --accounting device; it need not be there.")
+    ] = "cpu",
+    loss: LossName = None,
+    html: Annotated[
+        str | None, typer.Option(help="Also write a page with the timeline of the step.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Where every byte of a training step goes, before anything is allocated."""
+    with working(f"tracing {model}"):
+        from ..lab.target import resolve
+        from ..step.profiling import check
+        from ..step.profiling import profile as predict
+        from ..techniques import Microbatching
+
+        chosen = techniques(density, precision, checkpoint)
+        if microbatch is not None:
+            Microbatching(microbatch)
+        check(accounting, device, chosen)
+        target = resolve(model, input or (), batch=batch, microbatch=microbatch, loss=loss)
+        name = target.optimizer if optimizer is None else optimizer
+        result = predict(
+            target.model,
+            target.batch,
+            loss=target.loss,
+            optimizer=None if name == "none" else name,
+            accounting=accounting,
+            device=device,
+            techniques=chosen,
+        )
+    settings = {
+        "model": model,
+        "batch": target.batch_size,
+        "batch_unit": target.batch_unit,
+        "microbatch": microbatch,
+        "optimizer": name,
+        "density": density,
+        "precision": precision or "fp32",
+        "checkpoint": checkpoint or "none",
+    }
+    if html is not None:
+        from ..lab.study.page import write_profile
+
+        write_profile(html, settings, result)
+    if as_json:
+        typer.echo(json.dumps({**settings, **result.as_dict()}))
+    else:
+        show_profile(settings, result)
+
+
+@app.command(
+    epilog="""Examples:
+
+`shoestring verify wrn-10-1 --checkpoint 'residual-2*'`
+
+`shoestring verify mypackage.models:build --input 8x3x224x224 --plan plan.toml`
+"""
+)
+def verify(
+    model: ModelName,
+    plan: PlanFile = None,
+    input: Inputs = None,
+    batch: Batch = None,
+    optimizer: OptimizerName = None,
+    density: Density = None,
+    precision: PrecisionKind = None,
+    microbatch: Microbatch = None,
+    checkpoint: Checkpoint = None,
+    loss: LossName = None,
+    steps: Annotated[int, typer.Option(help="Training steps that are compared.")] = 3,
+    as_json: AsJson = False,
+) -> None:
+    """Train by a plan and plainly, side by side: what is lossless, and what the peak is."""
+    with working(f"verifying {model}"):
+        from ..trace.fakes import make_optimizer
+        from ..verification.verify import verify as certify
+
+        chosen, target = planned(
+            model,
+            input,
+            plan=plan,
+            batch=batch,
+            loss=loss,
+            density=density,
+            precision=precision,
+            microbatch=microbatch,
+            checkpoint=checkpoint,
+        )
+        name = target.optimizer if optimizer is None else optimizer
+        made = make_optimizer(None if name == "none" else name, target.model, {})
+        if made is None:
+            raise InputError("verify trains, which takes an optimizer", hint="such as sgd")
+        result = certify(
+            chosen, target.model, [target.batch], loss=target.loss, optimizer=made, steps=steps
+        )
+    settings = {
+        "model": model,
+        "batch": target.batch_size,
+        "batch_unit": target.batch_unit,
+        "optimizer": name,
+    }
+    if as_json:
+        typer.echo(json.dumps({**settings, **result.as_dict()}))
+    else:
+        typer.echo(f"{model} · {target.batch_size} {target.batch_unit} · {name}\n{result}")
+    result.check()
+
+
+@app.command(
+    epilog="""Examples:
+
+`shoestring plan wrn-28-2 --budget '120 MB' -o plan.toml`
+
+`shoestring plan wrn-28-2 --budget '6.7 MB' --accounting fundamental --allow bn-microbatch,sparsity`
+
+`shoestring plan mypackage.models:build --input 8x3x224x224 --budget '2 GB' --device cuda --front`
+"""
+)
+def plan(
+    model: ModelName,
+    budget: Annotated[str, typer.Option(help="The peak to stay under, such as '8 GB'.")],
+    allow: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="What may change the numbers: precision (the default), bn-microbatch, sparsity; "
+            "or lossless. Repeatable, or with commas."
+        ),
+    ] = None,
+    accounting: Annotated[
+        str, typer.Option(help="device (what the allocator shows) or fundamental (the report's).")
+    ] = "device",
+    device: Annotated[str, typer.Option(help="cpu or cuda; it need not be there.")] = "cpu",
+    input: Inputs = None,
+    batch: Batch = None,
+    optimizer: OptimizerName = None,
+    loss: LossName = None,
+    front: Annotated[
+        bool, typer.Option("--front", help="Memory against time of all that is allowed.")
+    ] = False,
+    plot: Annotated[
+        str | None, typer.Option(help="Picture of the front; front.png with --front alone.")
+    ] = None,
+    out: Annotated[
+        str | None, typer.Option("--out", "-o", help="File for the plan, TOML or JSON.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """The fastest training step that fits a budget in bytes, lossless if there is one."""
+    with working(f"planning {model}"):
+        from ..lab.target import resolve
+        from ..planning.planner import Planner
+        from ..planning.plot import front_table, plot_front
+        from ..techniques.plan import check_place
+        from ..units import parse_size
+
+        budget_bytes = parse_size(budget)
+        if out is not None:
+            check_place(out)
+        target = resolve(model, input or (), batch=batch, loss=loss)
+        name = target.optimizer if optimizer is None else optimizer
+        planner = Planner(
+            target.model,
+            target.batch,
+            loss=target.loss,
+            optimizer=None if name == "none" else name,
+            allow=None if allow is None else ",".join(allow),
+            accounting=accounting,
+            device=device,
+        )
+        points = planner.front() if front or plot else ()
+        if points:
+            plot_front(points, planner.estimates.plain, model, plot or "front.png")
+    if points and not as_json:
+        typer.echo(front_table(points, planner.estimates.plain))
+    with working(f"planning {model}"):
+        result = planner.plan(budget_bytes)
+    if out is not None:
+        result.save(out)
+    if as_json:
+        shown = result.as_dict()
+        whole = {"front": [p.as_dict() for p in points]} if points else {}
+        typer.echo(json.dumps({"model": model, **shown, **whole}))
+    else:
+        typer.echo(str(result))
+
+
+app.command(epilog=train_verbs.TRAIN_EXAMPLES)(train_verbs.train)
+app.command(epilog=train_verbs.TRANSLATE_EXAMPLE)(train_verbs.translate)
+app.command(epilog=train_verbs.PREPARE_EXAMPLE)(train_verbs.prepare)
+app.command(epilog=study_verbs.STUDY_EXAMPLES)(study_verbs.study)
+app.command(epilog=study_verbs.REPORT_EXAMPLES)(study_verbs.report)
+
+
+def show_profile(settings: dict[str, Any], result: Any) -> None:
+    """A table by category, the largest modules, and the instant of the peak."""
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 100)
+    what = [f"{settings['batch']} {settings['batch_unit']}", str(settings["optimizer"])]
+    if settings["microbatch"]:
+        what.append(f"microbatch {settings['microbatch']}")
+    what += [str(settings[k]) for k in ("precision", "checkpoint") if settings[k] != "none"]
+    if settings["density"] is not None:
+        what.append(f"density {settings['density']:g}")
+    console.print(
+        f"[bold]{settings['model']}[/bold] · {escape(' · '.join(what))}\n"
+        f"{format_count(result.parameters)} parameters, "
+        f"{format_count(result.sparsifiable_parameters)} of them sparsifiable · "
+        f"{result.accounting} accounting"
+        + (f" for {result.device}" if result.accounting == "device" else "")
+    )
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column, justify in (("at the peak", "left"), ("bytes", "right"), ("share", "right")):
+        table.add_column(column, justify=justify)  # type: ignore[arg-type]
+    for role, size in result.bytes_by_role.items():
+        if size:
+            share = f"{100 * size / result.peak_bytes:.1f}%"
+            table.add_row(role.value.replace("_", " "), format_size(size), share)
+    table.add_row("[bold]peak[/bold]", f"[bold]{format_size(result.peak_bytes)}[/bold]", "")
+    console.print(table)
+    where = f" of {result.peak_module}" if result.peak_module else ""
+    console.print(
+        f"peak at {result.peak_operation.rpartition('.')[2]}{where}, {result.peak_phase} "
+        f"(instant {result.timeline.peak_instant + 1} of {len(result.timeline.labels)})"
+    )
+    largest = [(m, b) for m, b in result.bytes_by_module.items() if m and b > 0][:5]
+    if largest:
+        console.print("largest modules: " + ", ".join(f"{m} {format_size(b)}" for m, b in largest))
+    total = result.forward_flops + result.backward_flops
+    again = f", recomputed {format_flops(result.recompute_flops)}" if result.recompute_flops else ""
+    share = f" (+{100 * result.recompute_flops / total:.1f}%)" if again else ""
+    console.print(
+        f"forward {format_flops(result.forward_flops)}, "
+        f"backward {format_flops(result.backward_flops)}{again}{share}"
+    )
+
+
+def main() -> NoReturn:
+    """Run the command line; a user's mistake is one line and a hint, never a traceback."""
+    warnings.showwarning = lambda message, category, *_: print(
+        f"warning: {message}", file=sys.stderr
+    )
+    if isinstance(sys.stdout, TextIOWrapper):  # a path may have bytes that are no text
+        sys.stdout.reconfigure(errors="backslashreplace")
+    # It logs a traceback of its own for every error that is then raised and shown as one line.
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
+    status = None
+    try:
+        status = app(standalone_mode=False)  # an early exit, such as --version, returns its status
+    except ShoestringError as error:
+        rank = os.environ.get("RANK", "0")  # under torchrun the first one speaks for all
+        _fail(render(error) if rank == "0" else f"rank {rank}: {error.message}", error.exit_status)
+    except KeyboardInterrupt:
+        _fail("stopped", 130)
+    except Exception as error:
+        # Typer brings its own copy of click or uses the installed one, by version.
+        kind = type(error).__name__
+        if kind in ("Exit", "NoArgsIsHelpError"):
+            sys.exit(getattr(error, "exit_code", 2))
+        if kind == "Abort":
+            _fail("stopped", 130)
+        if hasattr(error, "format_message"):
+            wrong = InputError(_usage_message(error), hint="see shoestring --help")
+            _fail(render(wrong), 2)
+        raise
+    if status == 130:  # Typer makes this of Ctrl-C
+        _fail("stopped", 130)
+    sys.exit(status or 0)
+
+
+def _usage_message(error: Any) -> str:
+    """What was wrong with the arguments, and the text that could not be read."""
+    message = str(error.format_message()).rstrip(".")
+    cause = error.__cause__
+    given = cause.errors()[0]["input"] if hasattr(cause, "errors") else None
+    return message if given is None else f"{message}: {given!r}"
+
+
+def _fail(message: str, status: int) -> NoReturn:
+    print(message, file=sys.stderr)
+    sys.exit(status)

@@ -1,0 +1,1 @@
+"""What studies need and a user of the library does not: models, data, runs, records, reports."""

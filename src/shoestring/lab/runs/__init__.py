@@ -1,0 +1,1 @@
+"""Plan + model + optimizer → a training step that runs."""

@@ -1,0 +1,369 @@
+"""`shoestring train`: what the flags ask for → settings, data, device → a run and its summary."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...errors import InputError
+from ...planning.allow import Allowed
+from ...techniques.plan import Plan
+from ...progress import working
+from ..records.run import FILE, Event, read
+from ..tasks import ImageTask, TextTask, load_task
+from ..tasks.images import DEVICE_LIMIT_BYTES
+from ...techniques import (Checkpointing, Microbatching, Precision, Sparsity)
+from ...trace.batches import tensors_of
+from ...units import format_count, format_size, parse_size
+from .display import duration
+from ...step.group import local_device, parallel_for, process_group
+from .job import Job, job_for
+from .loop import train
+from .settings import AnySettings, check_seed, settings_for
+from .text_settings import TextSettings, text_settings_for
+from .trainer import prepare_device
+
+_LIMITS = {"auto": DEVICE_LIMIT_BYTES, "device": 2**62, "host": 0}
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of the command; None is "not given"."""
+
+    model: str
+    data: str
+    data_dir: str | None = None
+    split: str = "test"
+    plan: str | None = None
+    budget: str | None = None
+    allow: str | None = None
+    density: float | None = None
+    precision: str | None = None
+    microbatch: int | None = None
+    simulated: bool = False
+    checkpoint: str | None = None
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of techniques that have no flag, such as "sparsity.fraction_multiplier": 2."""
+    epochs: int | None = None
+    batch: int | None = None
+    learning_rate: float | None = None
+    seed: int = 0
+    device: str | None = None
+    channels_last: bool | None = None
+    tf32: bool = False
+    cudnn_benchmark: bool = False
+    data_on: str = "auto"
+    evaluate_every: int = 1
+    evaluation_batch: int | None = None
+    out: str | None = None
+    resume: bool = False
+    snapshot_every: int | None = None
+    stop_after: str | None = None
+    tensorboard: bool = False
+    parallel: str | None = None
+    updates: int | None = None
+    warmup: int | None = None
+    dropout: float | None = None
+    average: int | None = None
+    beam: int | None = None
+    length_penalty: float | None = None
+    languages: str | None = None
+    merges: int | None = None
+    predict: bool = True
+    threads: int | None = None
+
+    @property
+    def for_text(self) -> dict[str, Any]:
+        """What only a translation can be told."""
+        names = ("updates", "warmup", "dropout", "average", "beam", "length_penalty")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def flags(self) -> dict[str, object]:
+        """The techniques that are named one by one."""
+        named = {
+            "density": self.density,
+            "precision": self.precision,
+            "microbatch": self.microbatch,
+            "checkpoint": self.checkpoint,
+        }
+        return {name: value for name, value in named.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run ended."""
+
+    settings: AnySettings
+    event: Event
+
+    def __str__(self) -> str:
+        end, settings, predicted = self.event, self.settings, self.event["predicted"]
+        rows = [
+            ("plan", str(settings.plan)),
+            ("updates", f"{format_count(end['step'])} ({end['epoch']} epochs)"),
+            ("predicted peak", f"{_size(predicted.get('fundamental_peak_bytes'))} fundamental"),
+            ("", f"{_size(predicted.get('step_peak_bytes'))} of the step's tensors"),
+            ("measured peak", _size(end["measured_peak_bytes"])),
+            ("time", duration(end["seconds"])),
+            ("folder", end["folder"]),
+        ]
+        if end.get("bleu") is not None:
+            rows[2:2] = [
+                ("validation loss", f"{end['loss']:.4f}"),
+                ("BLEU", f"{end['bleu']:.2f} ({end['bleu_signature']})"),
+                ("exactly right", f"{end['exact_percent']:.1f}% of {end['translated']:,}"),
+            ]
+        if end.get("accuracy") is not None:
+            best = f"{end['best_accuracy']:.2f}% after epoch {end['best_epoch']}"
+            rows[2:2] = [("accuracy", f"{end['accuracy']:.2f}%"), ("best accuracy", best)]
+        if end["event"] == "stopped":
+            rows.append(("", "stopped as asked; go on with --resume"))
+        wide = max(len(name) for name, _ in rows)
+        head = f"{settings.model} · {settings.data} ({settings.split}) · seed {settings.seed}"
+        return "\n".join([head, *(f"{name:<{wide}}  {value}" for name, value in rows)])
+
+
+def _size(n_bytes: int | None) -> str:
+    return "unknown" if not n_bytes else format_size(n_bytes)
+
+
+def start(call: Call) -> Result:
+    """Train as the command line says."""
+    _check_one_plan(call)
+    budget = _budget(call)
+    check_seed(call.seed)
+    if call.resume and call.out is None:
+        raise InputError("--resume needs the folder of the run", hint="name it with --out")
+    if call.data_on not in _LIMITS:
+        raise InputError(f"unknown place {call.data_on!r}", hint="one of " + ", ".join(_LIMITS))
+    parallel = parallel_for(call.parallel)
+    device = prepare_device(
+        local_device(call.device), tf32=call.tf32, benchmark=call.cudnn_benchmark
+    )
+    task = _task(call)
+    _set_threads(call, task)
+    settings = _settings(call, task, device)
+    name = f"{call.model.replace(':', '.')}-{task.name}-seed{call.seed}"
+    made = f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    with process_group(device):
+        event = train(
+            settings,
+            task,
+            Path(call.out or made),
+            device=device,
+            resume=call.resume,
+            snapshot_every=_at_least_one("--snapshot-every", call.snapshot_every),
+            stop_after=_updates(call.stop_after, task, settings),
+            tensorboard=call.tensorboard,
+            parallel=parallel,
+            device_limit_bytes=_LIMITS[call.data_on],
+            predict=call.predict,
+            budget=budget,
+        )
+    return Result(settings, event)
+
+
+def job_of(call: Call) -> Job:
+    """What a call would train, on the CPU, so that it can be counted."""
+    _check_one_plan(call)
+    task, there = _task(call), torch.device("cpu")
+    return job_for(_settings(call, task, there), task, there)
+
+
+def _task(call: Call) -> ImageTask | TextTask:
+    return load_task(
+        call.data, folder=call.data_dir, split=call.split, seed=call.seed,
+        languages=call.languages, merges=call.merges,
+    )  # fmt: skip
+
+
+def _set_threads(call: Call, task: ImageTask | TextTask) -> None:
+    """As asked; by default PyTorch's, but one for number words.
+
+    Kernels that small gain nothing from more, and on a busy machine wait for each other: with two
+    threads they took eight times the processor's time.
+    """
+    wanted = _at_least_one("--threads", call.threads)
+    if wanted is None and task.name == "number_words" and "OMP_NUM_THREADS" not in os.environ:
+        wanted = 1
+    if wanted is not None:
+        torch.set_num_threads(wanted)
+
+
+def _settings(call: Call, task: ImageTask | TextTask, device: torch.device) -> AnySettings:
+    """All that decides what is computed."""
+    shared: dict[str, Any] = {
+        "plan": _plan(call, task, device.type),
+        "tune": call.plan is None,
+        "epochs": call.epochs,
+        "batch": call.batch,
+        "learning_rate": call.learning_rate,
+        "seed": call.seed,
+        "split": call.split,
+        "evaluate_every": call.evaluate_every,
+        "tf32": call.tf32,
+    }
+    if call.evaluation_batch is not None:
+        shared["evaluation_batch"] = call.evaluation_batch
+    if isinstance(task, TextTask):
+        _say_remarks(task)
+        text = text_settings_for(call.model, call.data, task, **shared, **call.for_text)
+        return replace(text, plan=text.plan.changed(call.changes))
+    given = [name for name, value in call.for_text.items() if value is not None]
+    if given:
+        raise InputError(
+            f"--{given[0].replace('_', '-')} is for translation, and {call.data} is images",
+            hint="--epochs says how long to train on images" if given[0] == "updates" else None,
+        )
+    images = settings_for(
+        call.model, call.data, images=len(task.images), channels_last=_layout(call, device),
+        **shared,
+    )  # fmt: skip
+    return replace(images, plan=images.plan.changed(call.changes))
+
+
+def _layout(call: Call, device: torch.device) -> bool:
+    """Whether channels lie last: as asked, as the run that is resumed has it, or as suits."""
+    if call.channels_last is not None:
+        return call.channels_last
+    before = (_began(call) or {}).get("settings", {})
+    return bool(before.get("channels_last", device.type == "cuda"))
+
+
+def _say_remarks(task: TextTask) -> None:
+    """What was met in a text that cannot be trained on as it is."""
+    for part, found in task.notes["remarks"].items():
+        for what, held in found.items():
+            lines = ", ".join(f"{line:,}" for line in held["first_lines"])
+            more = ", …" if held["pairs"] > len(held["first_lines"]) else ""
+            print(
+                f"{task.name}, {part}: {held['pairs']:,} pairs {what} (line {lines}{more})",
+                file=sys.stderr,
+            )
+
+
+def _check_one_plan(call: Call) -> None:
+    """Techniques come from a file, from a budget or from flags."""
+    named = [*call.flags, *(["simulated"] if call.simulated else [])]
+    ways = [*(["plan"] if call.plan else []), *(["budget"] if call.budget else []), *named[:1]]
+    if len(ways) > 1:
+        raise InputError(
+            f"--{ways[0]} and --{ways[1]} are both given",
+            hint="a plan comes from a file, from a budget, or from technique flags",
+        )
+    if call.budget and call.changes:
+        raise InputError(
+            f"--set {next(iter(call.changes))} would change the plan of --budget",
+            hint="`shoestring plan … --out FILE` writes it; then --plan FILE with --set",
+        )
+    if call.allow is not None and call.budget is None:
+        raise InputError("--allow says what a budget may cost", hint="add --budget '13 MB'")
+    if call.simulated and call.microbatch is None:
+        raise InputError("--simulated needs the size of the microbatches", hint="--microbatch 10")
+
+
+def _plan(call: Call, task: ImageTask | TextTask, device: str) -> Plan:
+    if call.plan is not None:
+        return Plan.load(call.plan)
+    if call.budget is not None:
+        return _planned_before(call) or _plan_for_budget(call, task, device)
+    size, strategy = call.microbatch, call.checkpoint
+    unit = "tokens" if isinstance(task, TextTask) else "examples"
+    micro = None if size is None else Microbatching(size, simulated=call.simulated, unit=unit)
+    return Plan(
+        sparsity=None if call.density is None else Sparsity(call.density),
+        precision=None if call.precision is None else Precision(call.precision),
+        checkpointing=None if strategy is None else Checkpointing.parse(strategy),
+        microbatching=micro,
+    )
+
+
+def _budget(call: Call) -> dict[str, Any] | None:
+    """What --budget and --allow say, as the records keep it."""
+    if call.budget is None:
+        return None
+    return {"bytes": parse_size(call.budget), "allow": str(Allowed.of(call.allow))}
+
+
+def _planned_before(call: Call) -> Plan | None:
+    """Of the run that is resumed: a planner that got better must not change it."""
+    start = _began(call)
+    if start is None:
+        return None
+    wanted = _budget(call)
+    held = start.get("budget", wanted)  # records of earlier versions do not say
+    if held != wanted:
+        raise InputError(
+            f"the run has {_told(held)}, not {_told(wanted)}",
+            hint="resume with the settings it began with, or start in another folder",
+        )
+    return Plan.from_dict(start["settings"]["plan"])
+
+
+def _began(call: Call) -> dict[str, Any] | None:
+    """The first event of the run that is resumed."""
+    if not call.resume or call.out is None or not (Path(call.out) / FILE).exists():
+        return None
+    events = read(call.out, whole=False)
+    return next((event for event in events if event["event"] == "start"), None)
+
+
+def _told(budget: dict[str, Any] | None) -> str:
+    if budget is None:
+        return "no budget"
+    return f"a budget of {budget['bytes']:,} bytes that allows {budget['allow']}"
+
+
+def _plan_for_budget(call: Call, task: ImageTask | TextTask, device: str) -> Plan:
+    from ...planning.planner import plan
+
+    assert call.budget is not None
+    there = torch.device(device)  # its layout and its optimizer; the data stays here
+    settings = _settings(replace(call, budget=None, allow=None), task, there)
+    job = job_for(settings, task, torch.device("cpu"))
+    model, loss = job.model()
+    batch = job.sample()
+    room = parse_size(call.budget)
+    if device == "cuda" and isinstance(task, TextTask):  # a captured step copies its minibatch
+        room -= sum(t.nbytes for t in tensors_of(batch))
+    with working(f"planning {call.model} for {call.budget}"):
+        found = plan(
+            model, batch, loss=loss, optimizer=job.optimizer(model, there),
+            budget=max(room, 1), allow=call.allow, device=device,
+        ).plan  # fmt: skip
+    micro = found.microbatching
+    if micro is None or not isinstance(task, TextTask):
+        return found
+    tokens = micro.size * batch["source"].shape[1]  # other sentences are longer or shorter
+    return replace(found, microbatching=replace(micro, size=tokens, unit="tokens"))
+
+
+def _at_least_one(name: str, number: int | None) -> int | None:
+    if number is not None and number < 1:
+        raise InputError(f"{name} {number} is below 1")
+    return number
+
+
+def _updates(text: str | None, task: ImageTask | TextTask, settings: AnySettings) -> int | None:
+    """'3' epochs or '300 steps', as updates."""
+    if text is None:
+        return None
+    match = re.fullmatch(r"([1-9][0-9]*)\s*(epochs?|steps?)?", text.strip())
+    if match is None:
+        raise InputError(f"cannot read --stop-after {text!r}", hint="3 (epochs) or '300 steps'")
+    if (match[2] or "").startswith("step"):
+        return int(match[1])
+    if isinstance(settings, TextSettings):
+        assert isinstance(task, TextTask)
+        return int(match[1]) * settings.steps_per_epoch(task)
+    assert isinstance(task, ImageTask)
+    return int(match[1]) * (len(task.images) // settings.batch)

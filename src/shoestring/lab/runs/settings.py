@@ -1,0 +1,185 @@
+"""Settings: all that decides what a run computes; a resumed run must have the same."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ...errors import InputError
+from ..models import builtin
+from ...techniques.plan import Plan
+from ..target import resolve
+from ...trace.capture import Loss, check_trainable
+from .defaults import (Multipliers, base_name, learning_rate_at, recipe_for, rewiring_schedule)
+
+
+def check_seed(seed: int) -> None:
+    """InputError for what no generator of random numbers takes."""
+    if not 0 <= seed < 2**63:
+        raise InputError(f"seed {seed} is not a whole number from 0")
+
+
+class AnySettings:
+    """What the settings of every kind of data share."""
+
+    model: str
+    data: str
+    split: str
+    plan: Plan
+    batch: int
+    seed: int
+    learning_rate: float
+    evaluate_every: int
+    channels_last: bool
+
+    def check_counts(self, *names: str) -> None:
+        """InputError for a count below 1, a seed or a learning rate that cannot be."""
+        for name in names:
+            if getattr(self, name) < 1:
+                raise InputError(f"{name.replace('_', ' ')} {getattr(self, name)} is below 1")
+        check_seed(self.seed)
+        if not self.learning_rate > 0:
+            raise InputError(f"learning rate {self.learning_rate:g} is not above 0")
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, the same after a round through JSON."""
+        values = asdict(self)  # type: ignore[call-overload]
+        plain = {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
+        return {**plain, "plan": self.plan.to_dict()}
+
+    def check_same(self, other: dict[str, Any]) -> None:
+        """InputError if a run that began with `other` cannot go on with these."""
+        mine = self.as_dict()
+        for name in mine.keys() | other.keys():
+            if mine.get(name) != other.get(name):
+                raise InputError(
+                    f"the run has {name.replace('_', ' ')} {other.get(name)}, not {mine.get(name)}",
+                    hint="resume with the settings it began with, or start in another folder",
+                )
+
+
+@dataclass(frozen=True)
+class Settings(AnySettings):
+    """A model, its data, how it is trained, and under which plan."""
+
+    model: str
+    data: str
+    plan: Plan
+    epochs: int
+    batch: int
+    learning_rate: float
+    """Of the first epochs."""
+    drops: tuple[float, ...]
+    drop_factor: float
+    momentum: float
+    weight_decay: float
+    split: str = "test"
+    seed: int = 0
+    evaluate_every: int = 1
+    """Epochs; the last one is always evaluated."""
+    evaluation_batch: int = 1000
+    channels_last: bool = False
+    tf32: bool = False
+
+    def __post_init__(self) -> None:
+        self.check_counts("epochs", "batch", "evaluate_every", "evaluation_batch")
+
+    def learning_rate_at(self, epoch: int) -> float:
+        """Of an epoch counted from 0."""
+        return learning_rate_at(
+            epoch, self.epochs, self.learning_rate, self.drops, self.drop_factor
+        )
+
+
+def settings_for(
+    model: str,
+    data: str,
+    *,
+    images: int,
+    plan: Plan,
+    tune: bool = False,
+    epochs: int | None = None,
+    batch: int | None = None,
+    learning_rate: float | None = None,
+    seed: int = 0,
+    **others: Any,
+) -> Settings:
+    """Fill in what is not given from the recipe of the data: report, Appendix B.
+
+    The learning rate is the one the report tuned for the density. With `tune` the plan gets the
+    rewiring it tuned, over the run's number of updates, and the run's seed; otherwise it is taken
+    as it is. `images` is the number there is to train on.
+    """
+    recipe = recipe_for(data)
+    epochs = recipe.epochs if epochs is None else epochs
+    batch = recipe.batch if batch is None else batch
+    density = 1.0 if plan.sparsity is None else plan.sparsity.density
+    multipliers = recipe.multipliers(base_name(model), density)
+    if tune:
+        plan = tuned(plan, multipliers, epochs * (images // max(batch, 1)), seed)
+    if learning_rate is None:
+        learning_rate = recipe.learning_rate * multipliers.learning_rate
+    return Settings(
+        model=model,
+        data=data,
+        plan=plan,
+        epochs=epochs,
+        batch=batch,
+        learning_rate=learning_rate,
+        drops=recipe.drops,
+        drop_factor=recipe.drop_factor,
+        momentum=recipe.momentum,
+        weight_decay=recipe.weight_decay,
+        seed=seed,
+        **others,
+    )
+
+
+def tuned(plan: Plan, multipliers: Multipliers, updates: int, seed: int) -> Plan:
+    """The same techniques with the run's seed, and rewiring as the report tuned it."""
+    sparsity, precision = plan.sparsity, plan.precision
+    if sparsity is not None:
+        sparsity = replace(
+            sparsity,
+            seed=seed,
+            fraction_multiplier=multipliers.rewire_fraction,
+            frequency_multiplier=multipliers.rewire_frequency,
+            schedule=rewiring_schedule(updates),
+        )
+    if precision is not None:
+        precision = replace(precision, seed=seed)
+    return replace(plan, sparsity=sparsity, precision=precision)
+
+
+def build_model(name: str, classes: int) -> tuple[nn.Module, Loss]:
+    """The model a run trains on images, and its loss, on the CPU; the caller seeds."""
+    if ":" in name:
+        model = resolve(name, ["1x3x32x32"], real=True).model
+        check_trainable(model)
+        return model, _loss_over(name, classes)
+    known = builtin(name)
+    if known.batch_unit != "images":
+        raise InputError(f"{name} does not take images", hint="such as wrn-28-2")
+    return known.build(), known.loss
+
+
+def _loss_over(name: str, classes: int) -> Loss:
+    """Mean cross-entropy; a model of somebody's own may have other outputs than scores."""
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        images, labels = batch
+        scores = model(images)
+        shape = tuple(getattr(scores, "shape", ()))
+        if len(shape) != 2 or shape[1] < classes:
+            made = f"a tensor of shape {shape}" if shape else f"a {type(scores).__name__}"
+            raise InputError(
+                f"{name} makes {made} of {len(images)} images in {classes} classes",
+                hint=f"its outputs must be scores, {len(images)} × {classes}",
+            )
+        return F.cross_entropy(scores, labels)
+
+    return loss

@@ -1,0 +1,174 @@
+"""Training on text: Adam by updates, evaluated by the loss of a word, scored by BLEU at the end."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..decoding.beam import translate
+from ..decoding.bleu import score
+from ...errors import InputError
+from ..models import builtin
+from ..models.dynamic_conv import DCTransformer
+from ...techniques.plan import Plan
+from ..tasks import TextTask
+from ..tasks.bpe import PADDING, Vocabulary
+from ..tasks.corpus import joined
+from ..tasks.prepared import read_vocabularies, write_vocabularies
+from ..tasks.token_batches import TextFeed, target_tokens
+from ...trace.capture import Loss
+from .average import mean_of_files
+from ...step.distributed import add_over_ranks
+from ...step.group import rank, ranks
+from ...step.shares import Parallel, cut_evenly
+from .text_settings import TextSettings
+
+TRANSLATIONS, REFERENCES = "translations.txt", "references.txt"
+
+
+class TextJob:
+    """A `Job` of sentences in two languages."""
+
+    score, higher_is_better = "loss", False
+
+    def __init__(
+        self,
+        settings: TextSettings,
+        task: TextTask,
+        device: torch.device,
+        parallel: str | None,
+    ) -> None:
+        self.settings, self._task, self._device = settings, task, device
+        self.plan = weighted_by_tokens(settings.plan)
+        self.parallel = None if parallel is None else Parallel(parallel, weight=target_tokens)
+        self.feed = TextFeed(task, settings.batch, seed=settings.seed, device=device)
+        self.updates = settings.updates
+        self.weights_kept = settings.average if settings.average > 1 else 0
+        shapes = [[shape.rows, shape.length] for shape in self.feed.shapes]
+        filled = {"batch_shapes": shapes, "not_padding": round(self.feed.filled, 4)}
+        self.notes: dict[str, Any] | None = {**task.notes, **filled}
+
+    def model(self) -> tuple[nn.Module, Loss]:
+        """As the settings name it, with the text's vocabularies."""
+        return build_text_model(
+            self.settings.model,
+            self._task.source_vocabulary,
+            self._task.target_vocabulary,
+            self.settings.dropout,
+        )
+
+    def optimizer(self, model: nn.Module, device: torch.device) -> torch.optim.Adam:
+        """Adam; in FP32 on CUDA it can be captured, in 16 bits it can be anyway."""
+        on_cuda, precision = device.type == "cuda", self.settings.plan.precision
+        return torch.optim.Adam(
+            model.parameters(),
+            lr=self.settings.learning_rate_at(0),
+            betas=self.settings.betas,
+            weight_decay=self.settings.weight_decay,
+            fused=on_cuda,
+            capturable=on_cuda and (precision is None or precision.kind == "fp32"),
+        )
+
+    def learning_rate(self, update: int) -> float:
+        """Another one for every update."""
+        return self.settings.learning_rate_at(update)
+
+    def sample(self) -> Any:
+        """The largest shape there is; of many microbatches two, since all others are alike."""
+        micro = self.plan.microbatching
+        in_tokens = micro is not None and micro.unit == "tokens"
+        return self.feed.sample(micro.size if micro is not None and in_tokens else None)
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """Mean of -log p of the validation set's words, without smoothing."""
+        sums = torch.zeros(2, dtype=torch.float64, device=self._device)
+        for batch in self.feed.held_out(self.settings.evaluation_batch):
+            mine = slice(*cut_evenly(len(batch["source"]), ranks())[rank()])
+            source, fed, asked = (
+                batch[name][mine] for name in ("source", "target_in", "target_out")
+            )
+            scores = model(source, fed).float().flatten(0, 1)
+            loss = F.cross_entropy(scores, asked.flatten(), ignore_index=PADDING, reduction="sum")
+            sums += torch.stack([loss.double(), (asked != PADDING).sum()])
+        if ranks() > 1:
+            add_over_ranks([sums])
+        loss, count = sums.tolist()
+        mean = loss / max(count, 1)
+        return {"loss": mean, "perplexity": math.exp(min(mean, 700))}
+
+    def begin(self, folder: Path) -> None:
+        """Codes and vocabularies: the folder can translate by itself."""
+        write_vocabularies(self._task, folder)
+
+    def check(self, folder: Path) -> None:
+        """Codes and vocabularies are those the run began with: its numbers mean their words."""
+        task = self._task
+        if read_vocabularies(folder) != (
+            task.codes, task.source_vocabulary, task.target_vocabulary,
+        ):  # fmt: skip
+            raise InputError(
+                f"{folder} began with other words than {self.settings.data} has now",
+                hint="resume with the text, --languages and --merges it began with, or start in "
+                "another folder",
+            )
+
+    def finish(self, model: nn.Module, folder: Path, weights: list[Path]) -> dict[str, Any]:
+        """Translate with the averaged weights, write it down, and score it."""
+        held = {name: value.clone() for name, value in model.state_dict().items()}
+        averaged = 0
+        if weights and self.weights_kept:
+            mean, averaged = mean_of_files(weights)
+            model.load_state_dict(mean)
+        sentences, references = self._task.scored
+        try:
+            found = translate(
+                cast(DCTransformer, model),
+                sentences,
+                self.settings.search,
+                tokens=self.settings.evaluation_batch,
+                device=self._device,
+            )
+        finally:
+            model.load_state_dict(held)
+        lines = [joined(self._task.target_vocabulary.decode(numbers)) for numbers in found]
+        for name, text in ((TRANSLATIONS, lines), (REFERENCES, references)):
+            (folder / name).write_text("".join(f"{line}\n" for line in text), encoding="utf-8")
+        quality = score(lines, references)
+        return {
+            "bleu": quality.bleu,
+            "bleu_signature": quality.signature,
+            "exact_percent": quality.exact_percent,
+            "averaged_epochs": averaged,
+            "translated": len(lines),
+        }
+
+    def shown(self, event: dict[str, Any]) -> str:
+        """The validation loss and the best."""
+        return f"validation loss {event['loss']:.4f} (best {event['best_loss']:.4f})"
+
+
+def weighted_by_tokens(plan: Plan) -> Plan:
+    """The same plan; microbatches weigh as many words as they have, so the loss is the mean."""
+    micro = plan.microbatching
+    if micro is None or micro.weight != "examples":
+        return plan
+    return replace(plan, microbatching=replace(micro, weight=target_tokens))
+
+
+def build_text_model(
+    name: str, source: Vocabulary, target: Vocabulary, dropout: float
+) -> tuple[nn.Module, Loss]:
+    """A built-in translation model with these vocabularies."""
+    if ":" in name:
+        raise InputError(f"{name}: text trains built-in models only", hint="dc-transformer")
+    known = builtin(name)
+    if known.batch_unit != "tokens":
+        raise InputError(f"{name} does not take sentences", hint="such as dc-transformer")
+    sizes = {"source_vocabulary": source.size, "target_vocabulary": target.size}
+    return known.build(**sizes, dropout=dropout), known.loss

@@ -1,0 +1,88 @@
+"""`shoestring translate`: the folder of a run → its model with averaged weights → translations."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from ..decoding.beam import Search, translate
+from ...errors import InputError
+from ..models.dynamic_conv import DCTransformer
+from ...techniques.plan import Plan
+from ..records.run import read
+from ..tasks.bpe import Vocabulary
+from ..tasks.corpus import joined
+from ..tasks.prepared import read_vocabularies
+from ..tasks.text import Encoder
+from . import snapshot
+from ...step.apply import apply
+from .average import mean_of_files
+from .text_job import build_text_model
+
+
+@dataclass(frozen=True)
+class Translator:
+    """A trained model with all it takes to translate words."""
+
+    model: DCTransformer
+    encode: Encoder
+    vocabulary: Vocabulary
+    search: Search
+    device: torch.device
+    averaged: int
+    """Ends of epochs whose weights it has the mean of; 0: it has the newest snapshot's."""
+
+    def __call__(self, lines: Sequence[str]) -> list[str]:
+        """One translation for each line; an empty one for an empty one."""
+        words = [number for number, line in enumerate(lines) if line.split()]
+        numbers = [self.encode(lines[number]) for number in words]
+        found = translate(self.model, numbers, self.search, device=self.device)
+        made = [""] * len(lines)
+        for number, translation in zip(words, found, strict=True):
+            made[number] = joined(self.vocabulary.decode(translation))
+        return made
+
+
+def load_translator(
+    run: str | Path,
+    *,
+    device: torch.device,
+    beam: int | None = None,
+    length_penalty: float | None = None,
+    average: bool = True,
+) -> Translator:
+    """From a run on text, finished or not; sparse and 16-bit weights stay what they are."""
+    folder = Path(run)
+    start = next((event for event in read(folder, whole=False) if event["event"] == "start"), None)
+    if start is None or "beam" not in start["settings"]:
+        raise InputError(f"{folder} is no run on text", hint="shoestring train dc-transformer …")
+    settings = start["settings"]
+    codes, source, target = read_vocabularies(folder)
+    model, loss = build_text_model(settings["model"], source, target, settings["dropout"])
+    model.to(device)
+    plan = replace(Plan.from_dict(settings["plan"]), microbatching=None, checkpointing=None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    model = apply(plan, model, optimizer, loss=loss).model
+    kept = snapshot.found(folder, "weights") if average else []
+    if kept:
+        weights, averaged = mean_of_files(kept)
+    else:
+        state, damaged = snapshot.load_latest(folder, held=False)
+        for what in damaged:
+            print(f"warning: {what}; taking the one before", file=sys.stderr)
+        if state is None:
+            raise InputError(f"{folder} has no snapshot yet")
+        weights, averaged = state["step"]["model"], 0
+    model.load_state_dict(weights)
+    search = Search(
+        settings["beam"] if beam is None else beam,
+        settings["length_penalty"] if length_penalty is None else length_penalty,
+    )
+    return Translator(
+        cast(DCTransformer, model.eval()), Encoder(codes, source), target, search, device, averaged
+    )

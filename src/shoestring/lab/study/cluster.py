@@ -1,0 +1,101 @@
+"""The same jobs on a Ray cluster whose machines share the study's folder."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ...errors import InputError
+from ...progress import asked_to_end
+from .execute import LOG, Place, execute_alone, fail, outcome
+from .expand import Job
+from .local import ATTEMPTS, TICK_SECONDS, Ended, Stopped, Tick
+
+CONNECT_SECONDS = 10.0
+STOP_SECONDS = 60.0
+"""For the snapshots of runs that were asked to end; then the cluster kills them."""
+
+
+def run(
+    jobs: Sequence[Job], folder_of: Callable[[Job], Path], place: Place, address: str,
+    gpus: float, ended: Ended, tick: Tick,
+) -> None:  # fmt: skip
+    """Run all jobs on the cluster at `address` ("local" starts one here); each in a new process."""
+    try:
+        import ray
+    except ImportError:
+        raise InputError("Ray is not installed", hint="pip install 'shoestring[ray]'") from None
+    try:
+        host, colon, port = address.rpartition(":")
+        if colon and port.isdecimal() and "/" not in host:  # Ray itself would try for minutes
+            socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS).close()
+        ray.init(
+            address=address,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            include_dashboard=False if address == "local" else None,
+        )
+    except (OSError, OverflowError, ValueError, RuntimeError) as error:
+        said = str(error).strip().partition("\n")[0]
+        raise InputError(
+            f"no Ray cluster answers at {address!r}: {said}",
+            hint="start one with `ray start --head`, or use --ray local",
+        ) from None
+    with asked_to_end() as asked:  # after init, which has handlers of its own
+        try:
+            # max_calls=1: the worker leaves after one job, and with it all that torch holds.
+            remote = ray.remote(max_calls=1, max_retries=0, num_cpus=place.threads, num_gpus=gpus)(
+                execute_alone
+            )
+            _drain(ray, remote, jobs, folder_of, place, ended, tick, asked)
+        finally:
+            ray.shutdown()
+
+
+def _drain(
+    ray: Any, remote: Any, jobs: Sequence[Job], folder_of: Callable[[Job], Path], place: Place,
+    ended: Ended, tick: Tick, asked: Sequence[int],
+) -> None:  # fmt: skip
+    """Send all at once: the cluster decides when and where; and wait for each."""
+
+    def send(job: Job, attempt: int) -> None:
+        before = _logged(folder_of(job))
+        handle = remote.remote(job, folder_of(job).absolute(), place)
+        sent[handle] = job, attempt, before
+
+    sent: dict[Any, tuple[Job, int, int]] = {}
+    for job in jobs:
+        send(job, 1)
+    while sent and not asked:
+        done, _ = ray.wait(list(sent), timeout=TICK_SECONDS)
+        for handle in () if asked else done:  # a cluster that ends, too, is no failure of theirs
+            job, attempt, _ = sent.pop(handle)
+            error = ""
+            try:
+                ray.get(handle)
+            except Exception as raised:  # Ray's own, or what execute let through
+                error = str(raised).strip().rpartition("\n")[2]
+            if outcome(job, folder_of(job)) is None:
+                if attempt < ATTEMPTS:
+                    send(job, attempt + 1)
+                    continue
+                fail(folder_of(job), f"{error or 'ended without a word'}, {attempt} times")
+            ended(job)
+        tick([job for job, _, before in sent.values() if _logged(folder_of(job)) != before])
+    if asked:
+        for handle in sent:
+            ray.cancel(handle)  # where it runs an interrupt, for which it saves a snapshot
+        if sent:
+            ray.wait(list(sent), num_returns=len(sent), timeout=STOP_SECONDS)
+        raise Stopped(asked[0])
+
+
+def _logged(folder: Path) -> int:
+    """When its log was last written, by the clock of the machine that did; a job begins so."""
+    try:
+        return (folder / LOG).stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0

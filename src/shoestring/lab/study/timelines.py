@@ -1,0 +1,121 @@
+"""The profile of a setting as plain values: bytes by category, and the whole step's timeline."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...cli.options import techniques
+from ...memory.model import MemoryProfile
+from ...memory.timeline import ROLES, Timeline
+from ...step.profiling import profile
+from ...techniques.plan import Plan
+from ..runs.defaults import RECIPES
+from ..runs.job import Job
+from ..target import resolve
+
+MOST_INSTANTS = 3000
+"""A longer timeline is thinned for the page: of neighbours the one with most bytes stays."""
+MOST_LIVE = 40
+
+
+def profiled(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Count one training step of these settings; simulated microbatches run all at once."""
+    given = dict(settings)
+    dotted = {name: given.pop(name) for name in settings if "." in name}
+    data, simulated = given.pop("data", None), given.pop("simulated", False)
+    chosen = techniques(given.pop("density", None), *_both(given, "precision", "checkpoint"))
+    name, batch = given.pop("model"), given.pop("batch", None)
+    microbatch = given.pop("microbatch", None)
+    inputs, loss = given.pop("input", ()), given.pop("loss", None)
+    if ":" in name and not inputs and data in RECIPES:  # trained on images of that data
+        batch = batch or RECIPES[data].batch
+        inputs, loss = [f"{batch}x3x32x32", f"{batch}:int64"], "shoestring.lab.models:image_loss"
+    target = resolve(
+        name,
+        [inputs] if isinstance(inputs, str) else inputs,
+        batch=batch,
+        microbatch=None if simulated else microbatch,
+        loss=loss,
+    )
+    optimizer = given.pop("optimizer", target.optimizer)
+    result = profile(
+        target.model,
+        target.batch,
+        loss=target.loss,
+        optimizer=None if optimizer == "none" else optimizer,
+        techniques=Plan.of(chosen).changed(dotted).techniques,
+        **given,
+    )
+    return {"batch": target.batch_size, "batch_unit": target.batch_unit, **as_values(result)}
+
+
+def profiled_job(job: Job) -> dict[str, Any]:
+    """Count one step of what a training would do, on its largest minibatch."""
+    model, loss = job.model()
+    result = profile(
+        model,
+        job.sample(),
+        loss=loss,
+        optimizer=job.optimizer(model, torch.device("cpu")),
+        techniques=job.plan.techniques,
+    )
+    return as_values(result)
+
+
+def _both(given: dict[str, Any], *names: str) -> list[Any]:
+    return [given.pop(name, None) for name in names]
+
+
+def as_values(result: MemoryProfile) -> dict[str, Any]:
+    """What the command line prints as JSON, with the timeline instead of the modules."""
+    made = result.as_dict()
+    del made["modules"]
+    return {**made, "timeline": timeline_values(result.timeline)}
+
+
+def timeline_values(timeline: Timeline) -> dict[str, Any]:
+    """Bytes of every category at every instant, and what is live at the peak, largest first.
+
+    Words are numbered, and an instant is (operation, phase, module), to keep it small.
+    """
+    kept = _thinned(timeline)
+    words: dict[str, int] = {}
+    labels = [
+        [words.setdefault(word, len(words)) for word in timeline.labels[i]] for i in kept.tolist()
+    ]
+    table = timeline.bytes_by_role[kept]
+    peak = timeline.peak_instant
+    live: dict[tuple[str, str], int] = {}
+    for change in timeline.changes:
+        if change.instant <= peak:
+            key = (change.module, change.role.value)
+            live[key] = live.get(key, 0) + change.nbytes
+    largest = sorted(((-b, *key) for key, b in live.items() if b > 0), key=lambda item: item)
+    rest = -sum(size for size, *_ in largest[MOST_LIVE:])
+    return {
+        "words": list(words),
+        "labels": labels,
+        "bytes": {
+            role.value: table[:, i].tolist() for i, role in enumerate(ROLES) if table[:, i].any()
+        },
+        "instants": len(timeline.labels),
+        "kept": kept.tolist() if len(kept) < len(timeline.labels) else None,
+        "peak": int(np.searchsorted(kept, peak)),
+        "live": [[module, role, -size] for size, module, role in largest[:MOST_LIVE]],
+        "live_rest_bytes": rest,
+    }
+
+
+def _thinned(timeline: Timeline) -> np.ndarray:
+    count = len(timeline.labels)
+    if count <= MOST_INSTANTS:
+        return np.arange(count)
+    totals = timeline.totals
+    starts = np.arange(1, MOST_INSTANTS) * count // MOST_INSTANTS  # evenly, as the slider goes
+    parts = np.split(np.arange(count), starts)
+    kept = {int(part[totals[part].argmax()]) for part in parts} | {timeline.peak_instant}
+    return np.array(sorted(kept))

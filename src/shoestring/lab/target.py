@@ -1,0 +1,288 @@
+"""What a command line names: a built-in model, or an importable factory and its inputs."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ..errors import InputError
+from ..techniques import Microbatching
+from .models import builtin
+
+_TYPES = {
+    name: getattr(torch, name)
+    for name in ("float16", "bfloat16", "float32", "float64", "int32", "int64", "bool")
+}
+
+LARGEST_BATCH = 10**9
+"""Byte counts of larger ones would not fit the 64 bits tensors count in."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A model, with the batch that runs at once and its loss."""
+
+    name: str
+    model: nn.Module
+    batch: Any
+    loss: Callable[[nn.Module, Any], torch.Tensor]
+    optimizer: str
+    batch_size: int
+    batch_unit: str
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """One tensor of the batch: `[name=]8x3x224x224[:dtype]`."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    name: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> InputSpec:
+        """Read one `--input`."""
+        match = re.fullmatch(r"(?:([A-Za-z_]\w*)=)?([0-9]+(?:x[0-9]+)*)(?::(\w+))?", text.strip())
+        if match is None:
+            raise InputError(
+                f"cannot read the input {text!r}",
+                hint="write 8x3x224x224, 8x128:int64 or input_ids=8x128:int64",
+            )
+        kind = match[3] or "float32"
+        if kind not in _TYPES:
+            raise InputError(
+                f"unknown type {kind!r} in the input {text!r}", hint="one of " + ", ".join(_TYPES)
+            )
+        shape = tuple(int(part) for part in match[2].split("x"))
+        if 0 in shape:
+            raise InputError(f"the input {text!r} has an empty dimension", hint="sizes from 1")
+        return cls(shape, _TYPES[kind], match[1])
+
+
+def resolve(
+    name: str,
+    inputs: Sequence[str] = (),
+    *,
+    batch: int | None = None,
+    microbatch: int | None = None,
+    loss: str | None = None,
+    real: bool = False,
+) -> Target:
+    """Build what the command line names, on fake tensors; the batch is one microbatch.
+
+    `real`: on tensors with memory and random data, integers 0 or 1 for an imported model.
+    """
+    if batch is not None and not 1 <= batch <= LARGEST_BATCH:
+        raise InputError(
+            f"a batch cannot have a size of {batch}",
+            hint=f"a whole number from 1 to {LARGEST_BATCH:,}",
+        )
+    if ":" not in name:
+        return _builtin(name, inputs, batch, microbatch, loss, real)
+    return _imported(name, inputs, batch, microbatch, loss, real)
+
+
+def _builtin(
+    name: str,
+    inputs: Sequence[str],
+    batch: int | None,
+    microbatch: int | None,
+    loss: str | None,
+    real: bool,
+) -> Target:
+    known = builtin(name)
+    if inputs or loss:
+        raise InputError(
+            f"{name} brings its own inputs and loss", hint="use --batch to change its size"
+        )
+    size = known.default_batch if batch is None else batch
+    if microbatch is not None:
+        Microbatching(microbatch).check_size(size)
+    with nullcontext() if real else _building(), _not_too_large(name):
+        model = known.build()
+        data = known.batch(size if microbatch is None else microbatch)
+    return Target(name, model, data, known.loss, known.default_optimizer, size, known.batch_unit)
+
+
+def _imported(
+    name: str,
+    inputs: Sequence[str],
+    batch: int | None,
+    microbatch: int | None,
+    loss: str | None,
+    real: bool,
+) -> Target:
+    if not inputs:
+        raise InputError(
+            f"{name} needs the shapes of its inputs", hint="add --input 8x3x224x224 (repeatable)"
+        )
+    specs = [InputSpec.parse(text) for text in inputs]
+    named = {spec.name is not None for spec in specs}
+    if len(named) > 1:
+        raise InputError("some inputs have names and some have none", hint="name all or none")
+    if True in named and len({spec.name for spec in specs}) < len(specs):
+        raise InputError("two inputs have the same name", hint="give every input its own name")
+    size = batch if batch is not None else specs[0].shape[0]
+    with _importing_from_here():
+        factory = _load(name)
+        loss_function = default_loss if loss is None else _load(loss, "function")
+    with nullcontext() if real else _building():
+        try:
+            with _importing_from_here():  # a factory may import what lies beside it
+                model = factory()
+        except InputError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise InputError(
+                f"{name} raised {type(error).__name__}: {first_line(error)}",
+                hint="the factory is called without arguments and returns a torch.nn.Module",
+            ) from error
+        if not isinstance(model, nn.Module):
+            raise InputError(
+                f"{name} returned {type(model).__name__}, not a torch.nn.Module",
+                hint="the factory is called without arguments and returns a torch.nn.Module",
+            )
+        shapes = [s.shape if batch is None else (batch, *s.shape[1:]) for s in specs]
+        tensors = [_make(s, shape, real) for s, shape in zip(specs, shapes, strict=True)]
+    data: Any = tuple(tensors)
+    if True in named:
+        data = {str(s.name): t for s, t in zip(specs, tensors, strict=True)}
+    if microbatch is not None:
+        data = Microbatching(microbatch).prepare(data)
+    checked = loss_function if real else _checking_types(loss_function)
+    return Target(name, model, data, checked, "sgd", size, "examples")
+
+
+def _make(spec: InputSpec, shape: tuple[int, ...], real: bool) -> torch.Tensor:
+    with _not_too_large(f"an input of {'x'.join(map(str, shape))}"):
+        if not real:
+            return torch.zeros(shape, dtype=spec.dtype)
+        if spec.dtype.is_floating_point:
+            return torch.randn(shape, dtype=spec.dtype)
+        return torch.randint(2, shape, dtype=spec.dtype)
+
+
+@contextmanager
+def _not_too_large(what: str) -> Iterator[None]:
+    try:
+        yield
+    except (RuntimeError, TypeError) as error:
+        raise InputError(
+            f"{what} is larger than a tensor can be", hint="use smaller sizes"
+        ) from error
+
+
+def default_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    """The model's own `.loss` where it has one, otherwise the mean of its outputs."""
+    out = model(**batch) if isinstance(batch, dict) else model(*batch)
+    own = getattr(out, "loss", None)
+    if isinstance(own, torch.Tensor):
+        return own
+    values = out.values() if hasattr(out, "values") and not isinstance(out, torch.Tensor) else out
+    leaves = tree_leaves(list(values) if not isinstance(values, torch.Tensor) else values)
+    floats = [t for t in leaves if isinstance(t, torch.Tensor) and t.is_floating_point()]
+    if not floats:
+        raise InputError(
+            "the model returned no floating-point tensor to take a loss of",
+            hint="give a function loss(model, batch) with --loss package.module:function",
+        )
+    return sum((t.mean() for t in floats[1:]), start=floats[0].mean())
+
+
+def _checking_types(loss: Callable[[nn.Module, Any], torch.Tensor]) -> Callable[..., Any]:
+    def checked(model: nn.Module, batch: Any) -> torch.Tensor:
+        with _SameTypes():
+            return loss(model, batch)
+
+    return checked
+
+
+class _SameTypes(TorchDispatchMode):
+    """Refuse products of matrices of two types: real tensors do, fake ones let them pass."""
+
+    _products = ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot")
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func.overloadpacket.__name__ in self._products:
+            kinds = dict.fromkeys(a.dtype for a in args if isinstance(a, torch.Tensor))
+            if len(kinds) > 1:
+                names = " and ".join(str(kind).removeprefix("torch.") for kind in kinds)
+                raise InputError(
+                    f"the model multiplies matrices of different types: {names}",
+                    hint="give the type the model expects, such as --input 8x128:int64",
+                )
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _importing_from_here() -> Iterator[None]:
+    """With the current folder first on the path, as for `python -c`."""
+    sys.path.insert(0, "")
+    try:
+        yield
+    finally:
+        sys.path.remove("")
+
+
+def _load(name: str, kind: str = "factory") -> Callable[..., Any]:
+    module_name, _, attribute = name.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        raise InputError(
+            f"cannot import {module_name!r}: {type(error).__name__}: {first_line(error)}",
+            hint=f"write package.module:{kind}, importable from here",
+        ) from error
+    found: Any = module
+    for part in attribute.split("."):
+        found = getattr(found, part, None)
+    if not callable(found):
+        raise InputError(
+            f"{module_name} has no callable {attribute!r}", hint=f"write package.module:{kind}"
+        )
+    return found
+
+
+def first_line(error: BaseException) -> str:
+    """An exception's message, short enough for one line."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else "no message"
+
+
+class _Initializing(TorchDispatchMode):
+    """Answer questions about values that an initialisation asks (`while mask.any()`): no, zero."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            kind = args[0].dtype
+            return False if kind is torch.bool else 0.0 if kind.is_floating_point else 0
+        return func(*args, **(kwargs or {}))
+
+
+class _building:
+    """Build on fake tensors, so that nothing is allocated however large the model is."""
+
+    def __enter__(self) -> None:
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._answers = _Initializing()
+        self._mode.__enter__()
+        self._answers.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._answers.__exit__(*error)
+        self._mode.__exit__(*error)

@@ -1,0 +1,1 @@
+"""What CUDA's allocator and libraries take, by rule, calibrated on a device."""

@@ -1,0 +1,1 @@
+"""What a real step took, tensor by tensor."""

@@ -1,0 +1,250 @@
+"""The peak of a real training step, by role: tracked storages on the CPU, the allocator on CUDA."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ...errors import InputError
+from ...trace.batches import tensors_of
+from ...trace.capture import Loss, check_loss, role_by_life, user_code
+from ...trace.fakes import check_optimizer, make_optimizer, span
+from ...trace.graph import Phase, Role
+from ...trace.recorder import Recorder
+
+Optimizer = torch.optim.Optimizer
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What a real step needed at its peak."""
+
+    device: str
+    peak_bytes: int
+    bytes_by_role: dict[str, int]
+    """What was live at the peak, by role; the sum is the peak."""
+
+
+def measure(
+    model: nn.Module,
+    batch: Any,
+    *,
+    loss: Loss,
+    optimizer: Optimizer | str | None = None,
+    warmup_steps: int = 2,
+) -> Measurement:
+    """Run real training steps and return the peak of the last one.
+
+    A step is meant in steady state: optimizer state exists, gradients are freed between steps.
+    The steps are real: weights, optimizer state and buffers move as in training. On the CPU the
+    peak is of storages; what a kernel takes and returns while it runs is not in it, which for
+    oneDNN's convolutions can be much (their arguments again, in its own layouts).
+    """
+    device = _device_of(model, batch)
+    if isinstance(optimizer, str):
+        optimizer = make_optimizer(optimizer, model, {})
+    elif optimizer is not None:
+        check_optimizer(optimizer)
+    with user_code():
+        for _ in range(max(warmup_steps, 1)):
+            training_step(model, batch, loss, optimizer)
+    gc.collect()
+    on_device = _measure_cpu if device == "cpu" else _measure_cuda
+    return on_device(model, batch, loss, optimizer)
+
+
+def training_step(
+    model: nn.Module,
+    batch: Any,
+    loss: Loss,
+    optimizer: Optimizer | None,
+    entering: Callable[[Phase], None] = lambda phase: None,
+) -> torch.Tensor:
+    """The plain step that every prediction is about; `entering` is told of each phase."""
+    entering(Phase.FORWARD)
+    value = loss(model, batch)
+    check_loss(value)
+    entering(Phase.BACKWARD)
+    value.backward()
+    entering(Phase.OPTIMIZER)
+    if optimizer is not None:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    for parameter in model.parameters():
+        parameter.grad = None
+    return value
+
+
+def _device_of(model: nn.Module, batch: Any) -> str:
+    """The one device the model and its batch lie on."""
+    devices = {str(t.device) for t in [*model.parameters(), *model.buffers()]}
+    kinds = {device.partition(":")[0] for device in devices}
+    if len(devices) != 1 or not kinds <= {"cpu", "cuda"}:
+        raise InputError(
+            f"the model lies on {', '.join(sorted(devices)) or 'no device'}",
+            hint="put it on one device, cpu or cuda",
+        )
+    (device,), (kind,) = devices, kinds
+    elsewhere = sorted({str(t.device) for t in tensors_of(batch)} - devices)
+    if elsewhere:
+        raise InputError(
+            f"the batch lies on {', '.join(elsewhere)}, the model on {device}",
+            hint=f"move the batch with .to({device!r})",
+        )
+    return kind
+
+
+def _residents(
+    model: nn.Module, batch: Any, optimizer: Optimizer | None
+) -> list[tuple[Role, list[torch.Tensor]]]:
+    """What exists between two steps. Of roles that share a tensor the last one counts."""
+    state = [] if optimizer is None else tensors_of([dict(s) for s in optimizer.state.values()])
+    return [
+        (Role.INPUT, tensors_of(batch)),
+        (Role.OPTIMIZER_STATE, state),
+        (Role.BUFFER, list(model.buffers())),
+        (Role.MODEL, list(model.parameters())),
+    ]
+
+
+def _report(device: str, bytes_by_role: dict[Role, int]) -> Measurement:
+    return Measurement(
+        device,
+        sum(bytes_by_role.values()),
+        {str(role): bytes_by_role.get(role, 0) for role in Role if role is not Role.WORKSPACE},
+    )
+
+
+# -- CPU -------------------------------------------------------------------------------------------
+
+
+def _measure_cpu(
+    model: nn.Module, batch: Any, loss: Loss, optimizer: Optimizer | None
+) -> Measurement:
+    return track(
+        lambda entering: training_step(model, batch, loss, optimizer, entering),
+        model,
+        batch,
+        optimizer,
+    )
+
+
+def track(
+    step: Callable[[Callable[[Phase], None]], Any],
+    model: nn.Module,
+    batch: Any,
+    optimizer: Optimizer | None,
+) -> Measurement:
+    """The peak of one call of `step`, storage by storage; it says which phase it enters."""
+    recorder = Recorder()
+    roles: dict[int, Role] = {}
+    backward_start = 0
+
+    def entering(phase: Phase) -> None:
+        nonlocal backward_start
+        recorder.phase = phase
+        if phase is Phase.BACKWARD:
+            backward_start = backward_start or len(recorder.ops)
+        if phase is Phase.OPTIMIZER:
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    record = recorder.storage_of(parameter.grad)
+                    if record is not None:
+                        roles[record.index] = Role.GRADIENT
+
+    for role, tensors in _residents(model, batch, optimizer):
+        for tensor in tensors:
+            record = recorder.resident(tensor)
+            if record is not None:
+                roles[record.index] = role
+    with recorder:
+        step(entering)
+
+    # Roles are known only now, so the peak is found afterwards, tick by tick of births and deaths.
+    deltas = np.zeros(recorder.clock + 1, dtype=np.int64)
+    for record in recorder.storages:
+        if record.died is None:
+            record.born = 0  # made once and kept: there from the second step on
+        else:
+            deltas[record.died] -= record.nbytes
+        deltas[record.born] += record.nbytes
+    totals = deltas.cumsum()
+    instant = len(totals) - 1 - int(totals[::-1].argmax())
+    bytes_by_role = dict.fromkeys(Role, 0)
+    for record in recorder.storages:
+        if record.born <= instant and (record.died is None or record.died > instant):
+            role = roles.get(record.index) or role_by_life(record, backward_start)
+            bytes_by_role[role] += record.nbytes
+    bytes_by_role[Role.INPUT] -= _unseen_bytes(batch)
+    return _report("cpu", bytes_by_role)
+
+
+def _unseen_bytes(batch: Any) -> int:
+    """Bytes of storages of which the batch shows only a part: not the step's, but its owner's."""
+    groups: dict[int, list[torch.Tensor]] = {}
+    for tensor in tensors_of(batch):
+        groups.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
+    unseen = 0
+    for group in groups.values():
+        start, end = span(group)
+        unseen += group[0].untyped_storage().nbytes() - (end - start) * group[0].element_size()
+    return unseen
+
+
+# -- CUDA ------------------------------------------------------------------------------------------
+
+
+def _measure_cuda(
+    model: nn.Module, batch: Any, loss: Loss, optimizer: Optimizer | None
+) -> Measurement:
+    """The allocator's own peak; of gradients, those finished when it was reached."""
+    bytes_by_role: dict[Role, int] = {}
+    seen: set[int] = set()
+    for role, tensors in reversed(_residents(model, batch, optimizer)):
+        bytes_by_role[role] = _storage_bytes([t for t in tensors if t.is_cuda], seen)
+
+    highest: list[tuple[int, int]] = []
+    finished_bytes = 0
+
+    def gradient_made(parameter: torch.Tensor) -> None:
+        nonlocal finished_bytes
+        highest.append((torch.cuda.max_memory_allocated(), finished_bytes))
+        if parameter.grad is not None:
+            finished_bytes += parameter.grad.untyped_storage().nbytes()
+
+    hooks = [
+        parameter.register_post_accumulate_grad_hook(gradient_made)
+        for parameter in model.parameters()
+        if parameter.requires_grad
+    ]
+    try:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        training_step(model, batch, loss, optimizer)
+        torch.cuda.synchronize()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    peak_bytes = torch.cuda.max_memory_allocated()
+    at_peak = [finished for reached, finished in highest if reached == peak_bytes]
+    bytes_by_role[Role.GRADIENT] = at_peak[0] if at_peak else finished_bytes
+    rest = Role.FORWARD_ACTIVATION if at_peak else Role.TRANSIENT
+    bytes_by_role[rest] = peak_bytes - sum(bytes_by_role.values())
+    return _report("cuda", bytes_by_role)
+
+
+def _storage_bytes(tensors: list[torch.Tensor], seen: set[int]) -> int:
+    """Bytes of the storages behind the tensors, each counted once."""
+    total = 0
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in seen:
+            seen.add(storage._cdata)
+            total += storage.nbytes()
+    return total

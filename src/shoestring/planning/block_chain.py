@@ -1,0 +1,212 @@
+"""Model + batch + plan → Chain: what each block needs and costs when kept, cheap or made again.
+
+The planned step runs on fake tensors, first with every block kept, then with one block of each kind
+cheap, one lean and one as a region of its own. Hooks say when a block begins forward and
+backward, and the `device` accounting says what is live between.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from ..errors import InputError
+from ..memory.items import LEAVES, Item
+from ..memory.nodes import is_wide
+from ..step.trace_step import capture_step
+from ..techniques import Checkpointing
+from ..techniques.base import Technique
+from ..techniques.plan import Plan
+from ..trace.blocks import block_levels
+from ..trace.capture import Loss
+from ..trace.fakes import OptimizerLike
+from ..trace.graph import Phase, Trace
+from .staged import StagedRun, Watch
+from .stages import Chain, Option, Stage
+
+_HEAD = 0.02
+"""Of all that is kept, so much must be before the first block for its modules to be stages."""
+_JOINED = 0.75
+"""Of the blocks, so many must be read by the next one only, or larger ones are tried."""
+
+
+def measure_chain(
+    plan: Plan | Iterable[Technique],
+    model: nn.Module,
+    batch: Any,
+    *,
+    loss: Loss,
+    optimizer: OptimizerLike,
+    device: str = "cpu",
+    blocks: Sequence[str] = (),
+    seen: Callable[[Trace], None] | None = None,
+) -> Chain:
+    """The chain of blocks of the step that a plan makes, its own checkpointing left out.
+
+    `blocks` names the modules; by default they are found, as small as they still hand their output
+    to one another; where much is kept before the first of them, modules there are stages as well.
+    Those that do not run exactly once belong to what is around them. Names of the stages are paths
+    of the blocks, in the order they run: `Checkpointing.of(schedule.items, names)` executes a
+    schedule for this chain. `seen` is given the trace of the step that keeps everything.
+    """
+    given = plan if isinstance(plan, Plan) else Plan.of(plan)
+    levels = [tuple(blocks)] if blocks else block_levels(model)[::-1]
+
+    def run(items: tuple[Item, ...], paths: tuple[str, ...], optimizer: OptimizerLike) -> StagedRun:
+        wrapped = Checkpointing.of(items, paths) if paths else None
+        watch = Watch(paths)
+        trace = capture_step(
+            replace(given, checkpointing=wrapped),
+            model,
+            batch,
+            loss=loss,
+            optimizer=optimizer,
+            device=device,
+            watch=watch.follow,
+        )
+        return StagedRun(trace, watch)
+
+    for paths in levels:  # the smallest blocks first
+        kept = run(("keep",) * len(paths), paths, optimizer)
+        ran = kept.watch.once()
+        if ran != paths and ran:
+            kept = run(("keep",) * len(ran), ran, optimizer)
+        if ran and sum(map(kept.joins, range(len(ran)))) >= _JOINED * (len(ran) - 1):
+            break
+    if seen is not None:
+        seen(kept.trace)
+    if not ran:
+        raise InputError(
+            "no repeated blocks were found in the model",
+            hint="name them, blocks=('stage1', 'stage2')",
+        )
+    first = () if blocks else _before(model, ran)
+    if first and kept.kept[0] - kept.watch.gradient_bytes.get(-1, 0) > _HEAD * sum(kept.kept):
+        # What comes before the blocks keeps much: modules there become stages, too.
+        longer = run(("keep",) * (len(first) + len(ran)), (*first, *ran), optimizer)
+        order = longer.watch.once()
+        first = tuple(p for p in order[: order.index(ran[0])] if p in first)
+        if first:
+            ran = (*first, *ran)
+            same = longer.watch.paths == ran == order
+            kept = longer if same else run(("keep",) * len(ran), ran, optimizer)
+    lighter: tuple[str, ...] = LEAVES[1:] if any(map(is_wide, kept.trace.ops)) else ("cheap",)
+    classes = _classes(model, ran)
+    rounds, shown_by = _rounds(kept, classes, lighter)
+    try:  # what the update takes is known by now
+        others = [run(items, ran, "sgd-plain") for items in rounds]
+    except InputError:  # a block that changes in place what it has read
+        lighter = ()
+        rounds, shown_by = _rounds(kept, classes, lighter)
+        others = [run(items, ran, "sgd-plain") for items in rounds]
+
+    def found(stage: int, item: Item) -> _Block:
+        number, at = shown_by[stage, item]
+        return _Block(others[number], at)
+
+    # A region holds all it was given, so what the head hands to every block may be there longer.
+    held = max(0, *(other.kept[0] - kept.kept[0] for other in others))
+    fixed_bytes = kept.fixed_bytes + held
+    blocks_ = [
+        _stage(path, _Block(kept, i), {o: found(i, o) for o in lighter}, found(i, ("keep",)))
+        for i, path in enumerate(ran, start=1)
+    ]
+    head, tail = (
+        Stage("", {"keep": _option(_Block(kept, i), None)},
+              parameter_gradient_bytes=kept.gradients[i], joins=False)
+        for i in (0, len(ran) + 1)
+    )  # fmt: skip
+    return Chain(head, tuple(blocks_), tail, fixed_bytes, kept.update_peak_bytes)
+
+
+def _before(model: nn.Module, blocks: tuple[str, ...]) -> tuple[str, ...]:
+    """The outermost modules that neither hold a block nor are one, or part of one."""
+    around = {path[: at.start()] for path in blocks for at in re.finditer(r"\.|$", path)} | {""}
+    return tuple(
+        path
+        for path, _ in model.named_modules()
+        if path not in around and path.rpartition(".")[0] in around - set(blocks)
+    )
+
+
+ShownBy = dict[tuple[int, Item], tuple[int, int]]
+"""Stage and item → the round and the stage in it that shows how it behaves."""
+
+
+def _rounds(
+    kept: StagedRun, classes: list[str], lighter: tuple[str, ...]
+) -> tuple[list[tuple[Item, ...]], ShownBy]:
+    """What to do with the blocks in further runs, so that each kind shows all its ways.
+
+    Blocks are of a kind when they are of a class and do not differ when all are kept.
+    """
+    kinds: dict[Any, list[int]] = defaultdict(list)
+    for i, name in enumerate(classes, start=1):
+        kinds[name, _option(_Block(kept, i), None), kept.gradients[i]].append(i)
+    rounds: list[dict[int, Item]] = []
+    shown_by: ShownBy = {}
+    ways: tuple[Item, ...] = (*lighter, ("keep",))
+    for members in kinds.values():
+        for way, item in enumerate(ways):
+            number, place = divmod(way, len(members))
+            while len(rounds) <= number:
+                rounds.append({})
+            shown = members[-1] if item == ("keep",) and place else members[place]
+            rounds[number][shown] = item
+            for i in members:
+                shown_by[i, item] = number, shown
+    items = [tuple(r.get(i, "keep") for i in range(1, len(classes) + 1)) for r in rounds]
+    return items, shown_by
+
+
+def _classes(model: nn.Module, paths: tuple[str, ...]) -> list[str]:
+    return [type(model.get_submodule(path)).__name__ for path in paths]
+
+
+@dataclass(frozen=True)
+class _Block:
+    """One stage of one run."""
+
+    run: StagedRun
+    at: int
+
+
+def _stage(path: str, kept: _Block, lighter: Mapping[str, _Block], again: _Block) -> Stage:
+    keep = _option(kept, again)
+    options = {"keep": keep}
+    besides = max(keep.again_bytes - keep.backward_bytes, 0)
+    for name, block in lighter.items():
+        less = _option(block, None)
+        saved = keep.kept_bytes - less.kept_bytes
+        if all(less.kept_bytes < other.kept_bytes for other in options.values()):
+            peak = max(again.run.rerun_peak(again.at) - saved, less.backward_bytes + besides)
+            options[name] = replace(less, again_bytes=peak, again=keep.again)
+    run, i = kept.run, kept.at
+    return Stage(
+        name=path,
+        options=options,
+        held_bytes=again.run.kept[again.at],
+        pass_bytes=again.run.forward_peak(again.at),
+        gradient_bytes=run.watch.gradient_bytes.get(i - 1, 0),
+        parameter_gradient_bytes=run.gradients[i],
+        joins=run.joins(i - 1),
+    )
+
+
+def _option(block: _Block, again: _Block | None) -> Option:
+    run, i = block.run, block.at
+    rerun = again or block
+    return Option(
+        kept_bytes=run.kept[i],
+        forward_bytes=run.forward_peak(i),
+        backward_bytes=run.backward_peak(i),
+        again_bytes=rerun.run.backward_peak(rerun.at),
+        forward=run.work(run.forward[i], Phase.FORWARD),
+        again=rerun.run.work(rerun.run.backward[rerun.at], Phase.RECOMPUTE),
+        backward=run.work(run.backward[i], Phase.BACKWARD),
+    )

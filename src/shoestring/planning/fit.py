@@ -1,0 +1,124 @@
+"""`fit`: plan for a budget and apply; where a step does not stay within it, tighten and go on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ..errors import BudgetError, InputError
+from ..step.apply import Step, apply
+from ..step.holding import Hold, shapes_of
+from ..trace.capture import Loss, check_trainable
+from ..trace.fakes import check_optimizer, fake_batch, fake_model, make_optimizer
+from ..units import format_size, parse_size
+from .planner import Planner
+from .result import BudgetPlan
+from .settings import Setting
+
+_LESS = 0.9
+"""Of the predicted peak, planned for when the device ran out of memory."""
+_SPARE = 0.99
+
+
+def fit(
+    model: nn.Module,
+    batch: Any,
+    *,
+    loss: Loss,
+    optimizer: torch.optim.Optimizer,
+    budget: str | int,
+    allow: str | Iterable[str] | None = None,
+    enforce: bool = False,
+) -> Step:
+    """A training step that stays within the budget: `plan` and `apply`, and plans again if need be.
+
+    When a step needs more than the budget, or the device runs out of memory, it says so with
+    numbers (BudgetWarning), takes the failed step back (weights, buffers and random streams are as
+    before), and goes on by a tighter plan: no minibatch is lost. `enforce`: CUDA's allocator gives
+    out no more than the budget.
+    """
+    check_trainable(model)
+    check_optimizer(optimizer)
+    budget_bytes = parse_size(budget)
+    device = next(model.parameters()).device
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    twin, mapping = fake_model(model, mode)  # what is planned for stays, whatever becomes of it
+
+    def planner_for(batch: Any) -> Planner:
+        return Planner(
+            twin,
+            fake_batch(batch, mode),
+            loss=loss,
+            optimizer=make_optimizer(optimizer, twin, mapping),
+            allow=allow,
+            device=device.type,
+        )
+
+    tighter = _Tighter(planner_for, batch, budget_bytes)
+    step = apply(tighter.first, model, optimizer, loss=loss)
+    assert isinstance(step.plan, BudgetPlan)
+    step._hold = Hold(step, step.plan, tighter)
+    if enforce:
+        _enforce(device, budget_bytes)
+    return step
+
+
+class _Tighter:
+    """Plans again until what is measured fits the budget that was asked for.
+
+    For a batch of other shapes than the last plan was for, that is a plan for the same budget; for
+    one of the same shapes, a plan for less.
+    """
+
+    def __init__(
+        self, planner_for: Callable[[Any], Planner], batch: Any, budget_bytes: int
+    ) -> None:
+        self._planner_for, self._budget_bytes = planner_for, budget_bytes
+        self._shapes, self._planner = shapes_of(batch), planner_for(batch)
+        self._planned_bytes = {self._shapes: budget_bytes}
+        self.first = self._planner.plan(budget_bytes)
+
+    def __call__(self, step: Step, batch: Any, peak_bytes: int | None) -> None:
+        now, shapes = step.plan, shapes_of(batch)
+        assert isinstance(now, BudgetPlan)
+        if shapes != self._shapes:
+            self._shapes, self._planner = shapes, self._planner_for(batch)
+        if shapes not in self._planned_bytes:
+            self._planned_bytes[shapes] = self._budget_bytes
+        elif peak_bytes is None:
+            least = min(self._planned_bytes[shapes], now.predicted.peak_bytes)
+            self._planned_bytes[shapes] = int(least * _LESS)
+        else:
+            off = self._budget_bytes / peak_bytes
+            self._planned_bytes[shapes] = int(self._planned_bytes[shapes] * off * _SPARE)
+
+        def alike(setting: Setting) -> bool:
+            density = None if now.sparsity is None else now.sparsity.density
+            kind = None if now.precision is None else now.precision.kind
+            return setting.density == density and kind in (None, setting.precision)
+
+        try:
+            found = self._planner.plan(self._planned_bytes[shapes], among=alike)
+        except BudgetError as error:
+            raise BudgetError(
+                f"nothing tighter than {format_size(now.predicted.peak_bytes)} is left: "
+                f"{error.message}",
+                hint=error.hint,
+                smallest_bytes=error.smallest_bytes,
+            ) from None
+        step.revise(replace(found, budget_bytes=self._budget_bytes))
+
+
+def _enforce(device: torch.device, budget_bytes: int) -> None:
+    if device.type != "cuda":
+        raise InputError(
+            "only CUDA's allocator can enforce a budget",
+            hint="on the CPU limit the process, with a cgroup or ulimit -d",
+        )
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(budget_bytes / total, 1.0), device)

@@ -1,0 +1,131 @@
+"""Which rank runs which examples of a minibatch, and what they weigh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..errors import InputError
+from ..techniques.microbatching.split import cut, examples_of
+from ..techniques.plan import Plan
+from .group import communication_device, rank, ranks
+
+KINDS = ("ddp", "fsdp")
+
+Units = Callable[[Any], float | torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """How the ranks of a process group share a step.
+
+    `ddp`: every rank holds the whole model. `fsdp`: parameters, gradients and optimizer state are
+    split over the ranks (FSDP2). With `batches="whole"` every rank is given the same minibatch and
+    runs its share of it; with "shares" each is given its own part, as `DistributedSampler` does.
+    `weight` is what the loss is averaged over, as in `Microbatching`, and by default the same.
+    """
+
+    kind: str = "ddp"
+    batches: str = "whole"
+    weight: str | Units | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise InputError(f"unknown parallel {self.kind!r}", hint="'ddp' or 'fsdp'")
+        if self.batches not in ("whole", "shares"):
+            raise InputError(f"unknown batches {self.batches!r}", hint="'whole' or 'shares'")
+
+
+def cut_evenly(examples: int, parts: int, unit: int = 1) -> list[tuple[int, int]]:
+    """First and last (exclusive) example of each part, in whole microbatches of `unit`.
+
+    So every microbatch, and what BatchNorm sees, is the one that a single process would run; only
+    where there are fewer microbatches than parts are they cut.
+    """
+    blocks = -(-examples // unit)
+    if blocks < parts:
+        blocks, unit = examples, 1
+    bounds = [min(unit * (blocks * part // parts), examples) for part in range(parts + 1)]
+    return list(pairwise(bounds))
+
+
+def shares_of(
+    examples: int, parallel: Parallel, plan: Plan, batch: Any = None
+) -> list[tuple[int, int]]:
+    """Which examples of a minibatch each rank runs; the batch where tokens make microbatches."""
+    unit = 1 if plan.microbatching is None else plan.microbatching.examples_at_once(batch)
+    uneven = -(-examples // unit) % ranks() != 0
+    return cut_evenly(examples, ranks(), 1 if uneven and _needs_as_many(parallel, plan) else unit)
+
+
+def _needs_as_many(parallel: Parallel, plan: Plan) -> bool:
+    """Whether all ranks must run the same number of microbatches."""
+    micro = plan.microbatching
+    return parallel.kind == "fsdp" and micro is not None and not micro.simulated
+
+
+class Shares:
+    """batch → this rank's part of it and its weight, in place of the whole batch.
+
+    Under `fsdp` all ranks gather parameters together and so need as many microbatches: each cuts
+    its share into that many, where whole ones do not come out even.
+    """
+
+    def __init__(self, parallel: Parallel, plan: Plan) -> None:
+        self._parallel, self._plan = parallel, plan
+        micro = plan.microbatching
+        self._whole = parallel.batches == "whole"
+        self._micro = micro
+        self._units = parallel.weight or ("examples" if micro is None else micro.weight)
+        self._together = _needs_as_many(parallel, plan)
+
+    def __call__(self, batch: Any) -> Iterator[tuple[Any, float | torch.Tensor]]:
+        examples = examples_of(batch) or 0
+        total = self._count(batch, (0, examples))
+        unit = 1 if self._micro is None else self._micro.examples_at_once(batch)
+        if self._whole:
+            shares = shares_of(examples, self._parallel, self._plan, batch)
+        else:
+            shares = [(0, examples)] * ranks()
+            total = _over_ranks(total, dist.ReduceOp.SUM)
+        sizes = [stop - start for start, stop in shares]
+        count = self._microbatches(max(sizes), unit)
+        if min(sizes) < count:  # said on all ranks, before one waits for another
+            raise InputError(
+                f"a minibatch of {examples} has no {count} microbatches for each of {ranks()} ranks"
+                if count > 1
+                else f"a minibatch of {examples} has no share for each of {ranks()} ranks",
+                hint="a larger minibatch, larger microbatches or fewer ranks",
+            )
+        first, last = shares[rank()]
+        unit = unit if -(-(last - first) // unit) == count else 1
+        for start, stop in cut_evenly(last - first, count, unit):
+            part = (first + start, first + stop)
+            yield cut(batch, *part), self._count(batch, part) / total
+
+    def _microbatches(self, examples: int, unit: int) -> int:
+        """How many parts every rank makes of its share; 1 leaves the cutting to microbatching."""
+        if not self._together:
+            return 1
+        count = -(-examples // unit)
+        return count if self._whole else int(_over_ranks(count, dist.ReduceOp.MAX))
+
+    def _count(self, batch: Any, part: tuple[int, int]) -> float | torch.Tensor:
+        """What the loss of a part is averaged over."""
+        if not callable(self._units):
+            return float(part[1] - part[0])
+        units = self._units(cut(batch, *part))
+        return units.detach().double() if isinstance(units, torch.Tensor) else float(units)
+
+
+def _over_ranks(number: float | torch.Tensor, op: Any) -> torch.Tensor:
+    """A number of every rank, reduced; nobody waits for the device."""
+    own = torch.as_tensor(number, dtype=torch.float64)
+    mine = own.detach().clone().to(communication_device())
+    dist.all_reduce(mine, op=op)
+    return mine

@@ -1,0 +1,1 @@
+"""Planned training beside plain training: what differs, and what was promised."""

@@ -1,0 +1,81 @@
+"""The peak of an update in 16 bits, for optimizers of every kind."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import shoestring as ss
+from shoestring.planning.cost import NOMINAL
+from shoestring.planning.planner import Planner
+from shoestring.planning.settings import Setting
+
+BATCH = torch.randn(4, 192)
+
+
+def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    return model(batch).square().mean()
+
+
+def deep() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(192, 192, bias=False) for _ in range(6)))
+
+
+def planner(model: nn.Module, optimizer: Any, device: str = "cpu", **more: Any) -> Planner:
+    costs = NOMINAL[device]
+    return Planner(model, BATCH, loss=loss, optimizer=optimizer, device=device, costs=costs, **more)
+
+
+@pytest.mark.parametrize("name", ["Muon", "Adafactor", "Rprop"])
+def test_updates_of_whole_tensors_in_16_bits_hold(name: str) -> None:
+    """They do not cut tensors, and Adafactor's state has other shapes."""
+    model = deep()
+    optimizer = getattr(torch.optim, name)(model.parameters())
+    planned = planner(model, optimizer)
+    plan = planned.plan(int(0.95 * planned.estimates.plain.peak_bytes))
+    assert plan.precision is not None
+    step = ss.apply(plan, model, optimizer, loss=loss)
+    step(BATCH)
+    step(BATCH)
+    assert step.measured is not None
+    assert step.measured.peak_bytes <= plan.budget_bytes
+    assert step.measured.peak_bytes == pytest.approx(plan.predicted.peak_bytes, rel=0.05)
+
+
+def test_a_model_that_cannot_train_in_16_bits_is_planned_without() -> None:
+    class Tabled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers, self.unused = deep(), nn.Embedding(4, 4, sparse=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layers(x)
+
+    model = Tabled()
+    optimizer = torch.optim.Rprop(model.parameters())
+    planned = planner(model, optimizer)
+    update = planned.estimates._update(Setting(precision="bf16"))
+    assert 0 < update.gradient_bytes < planned.estimates._update(Setting()).gradient_bytes
+
+
+def test_kernels_on_cuda_need_no_copies() -> None:
+    with FakeTensorMode():
+        model = deep()
+    narrow = Setting(precision="fp16")
+    usual = torch.optim.Adam(model.parameters())
+    assert planner(model, usual, "cuda").estimates._update(narrow).passing_bytes == 0
+    for optimizer in (torch.optim.Adam(model.parameters(), amsgrad=True), "rmsprop"):
+        assert planner(model, optimizer, "cuda").estimates._update(narrow).passing_bytes > 0
+    assert planner(model, usual, "cpu").estimates._update(narrow).passing_bytes > 0
+
+
+def test_sparse_weights_have_gradients_and_state() -> None:
+    model = deep()
+    planned = planner(model, torch.optim.Adam(model.parameters()), allow="sparsity")
+    dense = planned.estimates._update(Setting())
+    sparse = planned.estimates._update(Setting(density=0.5))
+    assert dense.gradient_bytes == 6 * 192 * 192 * 4
+    assert sparse.gradient_bytes == pytest.approx(dense.gradient_bytes / 2, rel=0.01)
+    assert sparse.state_bytes == pytest.approx(dense.state_bytes / 2, rel=0.01)

@@ -1,0 +1,108 @@
+"""What a step changes on the host is noticed, and put back when a capture fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from shoestring.step.host import HostState
+from shoestring.techniques.base import Setup
+
+
+class Counting(nn.Module):
+    """Counts its calls in Python and replaces a buffer, as captured steps cannot."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        self.register_buffer("mean", torch.zeros(2))
+        self.calls = 0
+
+
+def setup() -> tuple[Setup, HostState]:
+    torch.manual_seed(0)
+    model = Counting()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    model.linear(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    made = Setup(
+        model=model,
+        optimizer=optimizer,
+        run=lambda batch: model(batch),
+        split=lambda batch: [(batch, 1.0)],
+        backward=lambda value: value.backward(),
+        update=lambda: None,
+    )
+    return made, HostState(made, list(model.modules()))
+
+
+def count(made: Setup) -> None:
+    made.model.calls += 1
+
+
+def replace_buffer(made: Setup) -> None:
+    made.model.mean = made.model.mean * 0.9
+
+
+def replace_parameter(made: Setup) -> None:
+    made.model.linear.bias = nn.Parameter(torch.ones(2))
+
+
+def leave_gradient(made: Setup) -> None:
+    made.model.linear.weight.grad = torch.ones(2, 3)
+
+
+def move_rate(made: Setup) -> None:
+    made.optimizer.param_groups[0]["lr"] *= 0.5
+
+
+def count_in_state(made: Setup) -> None:
+    made.optimizer.state[made.model.linear.weight]["calls"] = 1
+
+
+def replace_state(made: Setup) -> None:
+    state = made.optimizer.state[made.model.linear.weight]
+    state["exp_avg"] = state["exp_avg"] * 1
+
+
+def begin_state(made: Setup) -> None:
+    made.optimizer.state[nn.Parameter(torch.ones(1))]["step"] = torch.ones(())
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (count, "Counting changes its calls"),
+        (replace_buffer, "Counting changes its mean"),
+        (replace_parameter, "Linear changes its bias"),
+        (leave_gradient, "gradients outlive"),
+        (move_rate, "changes its lr"),
+        (count_in_state, "keeps its calls"),
+        (replace_state, "keeps its exp_avg"),
+        (begin_state, "keeps its step"),
+    ],
+)
+def test_a_change_is_named_and_undone(change: Callable[[Setup], None], said: str) -> None:
+    made, host = setup()
+    assert host.changed() is None
+    before = [id(t) for t in (*made.model.parameters(), *made.model.buffers())]
+    change(made)
+    assert said in str(host.changed())
+    host.restore()
+    assert host.changed() is None
+    assert [id(t) for t in (*made.model.parameters(), *made.model.buffers())] == before
+    assert made.model.calls == 0 and made.optimizer.param_groups[0]["lr"] == 0.1
+    assert len(made.optimizer.state) == 2
+
+
+def test_what_is_written_in_place_is_the_devices_own() -> None:
+    made, host = setup()
+    with torch.no_grad():
+        made.model.mean.add_(1)
+        made.optimizer.state[made.model.linear.weight]["step"].add_(1)
+        made.model.linear.weight.mul_(2)
+    assert host.changed() is None

@@ -1,0 +1,37 @@
+"""Loops that are cut short where memory alone is asked for: the same peak, in fewer operations."""
+
+from contextlib import nullcontext
+
+import torch
+
+from shoestring import Checkpointing, Microbatching, Plan, Precision, Sparsity
+from shoestring.lab.models import builtin
+from shoestring.step import predict
+from shoestring.trace.passes import memory_alone, passes
+
+
+def test_all_of_a_loop_but_where_memory_alone_is_asked_for():
+    assert [*passes(range(5))] == [0, 1, 2, 3, 4]
+    with memory_alone(), memory_alone():
+        assert [*passes(range(5))] == [0, 4]
+        assert [*passes(range(2))] == [0, 1] and [*passes(range(0))] == []
+    assert [*passes(range(5))] == [0, 1, 2, 3, 4]
+
+
+def test_a_predicted_peak_is_that_of_all_passes(monkeypatch):
+    known = builtin("dc-transformer-tiny")
+    model, batch = known.build(), known.batch(250)
+    optimizer = torch.optim.Adam(model.parameters())
+    parts = [
+        Sparsity(0.5), Precision("fp16"), Checkpointing("residual-1"),
+        Microbatching(125, unit="tokens"),
+    ]  # fmt: skip
+
+    def predicted():
+        return predict.predict_step(
+            Plan.of(parts), model, batch, loss=known.loss, optimizer=optimizer
+        ).peak_bytes
+
+    short = predicted()
+    monkeypatch.setattr(predict, "memory_alone", nullcontext)
+    assert predicted() == short

@@ -1,0 +1,464 @@
+"""The certificate: it confirms what is lossless, sizes what is not, and catches what is broken."""
+
+from __future__ import annotations
+
+import copy
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+import shoestring as ss
+from shoestring.errors import InputError, NoEffectWarning, TraceError, VerificationError
+from shoestring.techniques import Checkpointing, Microbatching, Precision, Sparsity, Technique
+from shoestring.techniques.base import Setup
+from shoestring.techniques.plan import Plan
+from shoestring.verification.certificate import Certificate, Comparison, Level, relative_error
+from shoestring.verification.claims import suspicion
+from shoestring.verification.verify import verify
+from techniques.small_models import SMALL, classify
+
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+    "adam": lambda model: torch.optim.Adam(model.parameters(), lr=1e-3),
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Steady where cores are shared."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def certificate(name: str, chosen: list[Technique], optimizer: str = "sgd") -> Certificate:
+    small = SMALL[name]
+    torch.manual_seed(0)
+    model, batch = small.build(), small.batch()
+    return verify(
+        chosen, model, [batch], loss=small.loss, optimizer=OPTIMIZERS[optimizer](model), steps=2
+    )
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [("cnn", "no-bn"), ("residual", "residual-2*"), ("transformer", "residual-1"), ("mlp", "none")],
+)
+def test_checkpointing_is_plain_training(name: str, strategy: str, optimizer: str) -> None:
+    found = certificate(name, [Checkpointing(strategy)], optimizer)
+    assert found.ok
+    for comparison in found.comparisons:
+        assert comparison.claim is Level.EQUAL
+        assert comparison.found in (Level.EQUAL, Level.NONE)
+    assert found["buffers"].found is (Level.EQUAL if SMALL[name].has_batch_norm else Level.NONE)
+    found.check()
+    assert str(found).endswith("verified") and "NOT" not in str(found)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_microbatches_without_batch_norm_round(optimizer: str) -> None:
+    found = certificate("tied", [Microbatching(4)], optimizer)
+    assert found.ok
+    assert found["loss"].claim is Level.ROUNDING
+    assert found["gradients"].claim is found["gradients"].found is Level.ROUNDING
+    assert 0 < found["gradients"].error < 1e-5  # type: ignore[operator]
+    linear = optimizer == "sgd"
+    assert found["parameters"].claim is (Level.ROUNDING if linear else Level.NEAR)
+    assert "divides by the gradient" in found["parameters"].why or linear
+
+
+def test_microbatches_change_what_batch_norm_sees() -> None:
+    found = certificate("residual", [Microbatching(2)])
+    assert found.ok
+    assert found["buffers"].found is found["buffers"].claim is Level.LOSSY
+    assert "BatchNorm" in found["buffers"].why
+    assert found["random stream"].found is Level.EQUAL
+    both = certificate("residual", [Sparsity(0.3), Microbatching(2)])["parameters"].why
+    assert "BatchNorm" in both and "density 0.3" in both
+
+
+def test_microbatches_draw_their_own_masks() -> None:
+    found = certificate("transformer", [Microbatching(2)])
+    assert found.ok
+    assert found["gradients"].claim is Level.LOSSY
+    assert "masks" in found["gradients"].why
+
+
+def test_a_batch_that_is_not_cut_is_plain() -> None:
+    found = certificate("cnn", [Microbatching(6)])
+    assert all(c.claim is c.found is Level.EQUAL for c in found.comparisons)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("kind", ["fp16", "bf16"])
+def test_precision_is_near(kind: str, optimizer: str) -> None:
+    found = certificate("transformer", [Precision(kind)], optimizer)
+    assert found.ok
+    for what in ("loss", "gradients", "optimizer state", "parameters"):
+        assert (found[what].claim, found[what].found) == (Level.NEAR, Level.ROUNDING), what
+        assert found[what].tolerance == {"fp16": 5e-2, "bf16": 2e-1}[kind]
+    assert found["random stream"].found is Level.EQUAL
+
+
+@pytest.mark.parametrize("name", ["cnn", "tied", "lstm"])
+def test_sparse_gradients_are_the_dense_ones_at_the_nonzeros(name: str) -> None:
+    found = certificate(name, [Sparsity(0.3)])
+    assert found.ok
+    assert found["gradients"].found in (Level.EQUAL, Level.ROUNDING)
+    assert found["parameters"].found is found["parameters"].claim is Level.LOSSY
+    assert "density 0.3" in found["parameters"].why
+
+
+ALL = [Sparsity(0.3), Precision("fp16"), Checkpointing("residual-2*"), Microbatching(2)]
+
+
+def test_all_four_together() -> None:
+    found = certificate("tied", ALL)
+    assert found.ok
+    assert found["recomputation"].claim is found["recomputation"].found is Level.EQUAL
+    assert found.plan == Plan.of(ALL)
+    assert found["gradients"].found is Level.ROUNDING
+
+
+def test_the_peak_is_the_predicted_one() -> None:
+    found = certificate("residual", [Checkpointing("residual-2*")])
+    assert found.peak_ok
+    assert found.predicted_peak_bytes == pytest.approx(found.measured_peak_bytes, rel=0.02)
+    assert found.measured_peak_bytes < found.plain_peak_bytes
+
+
+class Drops(nn.Module):
+    """Stochastic depth, drawn on the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if torch.rand(()) < 0.5 else x + self.inner(x)
+
+
+def test_a_peak_that_is_drawn_is_not_judged() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), *(Drops() for _ in range(6)))
+    batch = torch.randn(64, 32)
+    said = set()
+    for seed in range(4):
+        torch.manual_seed(seed)
+        found = verify(
+            [Checkpointing("residual-1")], model, [batch], loss=lambda m, b: m(b).square().mean(),
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1), steps=1,
+        )  # fmt: skip
+        assert found.ok, found
+        said.add((found.peak_varies, "not judged, what runs is drawn" in str(found)))
+    assert (True, True) in said and said <= {(True, True), (False, False)}
+
+
+def test_a_peak_that_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = certificate("mlp", []).measured_peak_bytes
+
+    @dataclass(frozen=True)
+    class Off:
+        peak_bytes: int = plain * 103 // 100
+
+    monkeypatch.setattr("shoestring.verification.verify.predict_step", lambda *a, **k: Off())
+    found = certificate("mlp", [])
+    assert not found.ok and not found.peak_ok
+    with pytest.raises(VerificationError, match="peak predicted"):
+        found.check()
+    assert "BROKEN" in str(found) and "NOT verified" in str(found)
+
+
+@contextmanager
+def other_stream() -> Iterator[None]:
+    with torch.random.fork_rng():
+        torch.manual_seed(99)
+        yield
+
+
+@dataclass(frozen=True)
+class Broken(Checkpointing):
+    """Recomputes each block in a way that is not the first one's."""
+
+    contexts: Any = None
+    preserve: bool = True
+
+    def apply(self, setup: Setup) -> None:
+        for path in self._find(setup.model):
+            block = setup.model.get_submodule(path)
+            block.forward = self._again(block.forward)
+
+    def _again(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(x: torch.Tensor) -> Any:
+            return checkpoint(
+                plain,
+                x,
+                use_reentrant=False,
+                preserve_rng_state=self.preserve,
+                context_fn=self.contexts or (lambda: (nullcontext(), nullcontext())),
+            )
+
+        return forward
+
+
+class Reads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.linear(x)
+        return made * 2 if made.abs().max().item() > 100 else made
+
+
+def test_a_model_that_reads_a_value_is_named() -> None:
+    model = Reads()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(TraceError, match="the model reads the value of a tensor"):
+        verify(
+            [Microbatching(2)],
+            model,
+            [torch.randn(4, 4)],
+            loss=lambda m, b: m(b).mean(),
+            optimizer=optimizer,
+        )
+
+
+def test_caches_of_keys_do_not_tell_plain_and_planned_apart() -> None:
+    """With one, T5 adds in another order; blocks that run again have none."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.T5Config(
+        vocab_size=100, d_model=32, d_kv=8, d_ff=64, num_layers=3, num_heads=4, dropout_rate=0.0,
+        decoder_start_token_id=0,
+    )  # fmt: skip
+    model = transformers.T5ForConditionalGeneration(config)
+    batch = {"input_ids": torch.randint(1, 100, (8, 16)), "labels": torch.randint(1, 100, (8, 12))}
+    given: dict[str, Any] = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "steps": 1}
+    plan = [Checkpointing("residual-1")]
+    assert verify(plan, model, [batch], loss=lambda m, b: m(**b).loss, **given).ok
+    assert config.use_cache
+
+
+def test_statistics_that_move_twice_are_caught() -> None:
+    """`torch.utils.checkpoint` as it is (pytorch#96136)."""
+    found = certificate("residual", [Broken("residual-1")])
+    assert not found.ok
+    assert found["gradients"].found is Level.EQUAL
+    assert found["buffers"].found is Level.LOSSY and not found["buffers"].ok
+    with pytest.raises(VerificationError, match="buffers claimed equal, found differs") as raised:
+        found.check()
+    assert "BatchNorm" in str(raised.value.hint)
+    assert "BROKEN" in str(found)
+
+
+def test_without_microbatches_they_are_no_suspects() -> None:
+    broken = Comparison("gradients", Level.EQUAL, Level.LOSSY, 1.0, None, "")
+    assert suspicion(broken).why.endswith(", or a loss that is no mean over its parts?")
+    assert suspicion(broken, split=False).why == "a dropout mask drawn again, or a hook?"
+    followed = Comparison("parameters", Level.EQUAL, Level.LOSSY, 1.0, None, "")
+    assert suspicion(followed).why == "follows from the above"
+
+
+def test_a_mask_that_is_drawn_again_is_caught() -> None:
+    """From the stream where it is now: it shows in the gradients, and in the stream."""
+    found = certificate("transformer", [Broken("residual-1", preserve=False)])
+    assert not found.ok
+    assert not found["gradients"].ok and not found["random stream"].ok
+    assert found["buffers"].ok
+
+
+def test_a_mask_from_another_stream_is_caught() -> None:
+    """The stream goes on as it should (pytorch#190758): the gradients tell."""
+    contexts = lambda: (nullcontext(), other_stream())  # noqa: E731
+    found = certificate("transformer", [Broken("residual-1", contexts=contexts)])
+    assert not found.ok
+    assert not found["gradients"].ok and found["random stream"].ok
+
+
+@pytest.mark.parametrize("with_it", [Precision("fp16"), Microbatching(2), Sparsity(0.3)], ids=str)
+def test_broken_recomputation_does_not_hide_behind_a_lossy_part(with_it: Technique) -> None:
+    found = certificate("residual", [Broken("residual-1"), with_it])
+    assert not found.ok
+    assert [c.what for c in found.comparisons if not c.ok] == ["recomputation"]
+
+
+def test_a_loss_that_is_no_mean_is_caught() -> None:
+    model = SMALL["mlp"].build()
+    data = [SMALL["mlp"].batch()]
+    found = verify([Microbatching(2)], model, data, optimizer=OPTIMIZERS["sgd"](model),
+                   loss=lambda m, b: classify(m, b) * len(b[1]))  # fmt: skip
+    assert not found["gradients"].ok
+    assert "no mean" in found["gradients"].why
+
+
+def quiet_net() -> tuple[nn.Module, Any]:
+    model = nn.Sequential(nn.Linear(12, 16), nn.Dropout(0.2), nn.ReLU(), nn.Linear(16, 4))
+    return model, (torch.randn(6, 12), torch.arange(6) % 4)
+
+
+@pytest.mark.parametrize("beside", [None, Precision("fp16")], ids=str)
+def test_a_loss_that_is_no_mean_does_not_hide_behind_a_lossy_part(beside: Any) -> None:
+    """Masks of their own, and 16 bits: one step without them tells."""
+    model, batch = quiet_net()
+    if beside is not None:
+        model[1].p = 0.0
+    chosen = [Microbatching(2), *([beside] if beside else [])]
+    for right in (True, False):
+        found = verify(chosen, model, [batch], optimizer=OPTIMIZERS["sgd"](model),
+                       loss=lambda m, b, right=right: classify(m, b) * (1 if right else len(b[1])),
+                       steps=1)  # fmt: skip
+        assert found.ok is found["microbatches"].ok is right
+        assert found["microbatches"].claim is Level.ROUNDING
+        assert found["gradients"].ok and found["gradients"].claim > Level.ROUNDING
+    assert found["microbatches"].error == pytest.approx(2 / 3)  # a third of the batch for all of it
+    assert "no mean" in found["microbatches"].why and found.as_dict()["microbatches"]["ok"] is False
+
+
+def test_what_is_random_without_dropout_is_not_compared() -> None:
+    """Numbers that are drawn and change nothing are no reason (BART's `layerdrop` of 0)."""
+
+    def verified(noise: float) -> Comparison:
+        model, (inputs, labels) = quiet_net()
+        loss = lambda m, b: classify(m, (b[0] + noise * torch.rand_like(b[0]), b[1]))  # noqa: E731
+        data = [(inputs, labels)]
+        sgd = OPTIMIZERS["sgd"](model)
+        found = verify([Microbatching(2)], model, data, loss=loss, optimizer=sgd, steps=1)
+        assert found.ok
+        return found["microbatches"]
+
+    assert verified(1.0).found is Level.NONE and "not compared" in verified(1.0).why
+    assert verified(0.0).found is Level.ROUNDING
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_rounding_is_that_of_autocast(dropout: float) -> None:
+    model, batch = quiet_net()
+    model[1].p = dropout
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return classify(model, batch)
+
+    found = verify([Microbatching(2)], model, [batch], loss=loss,
+                   optimizer=OPTIMIZERS["sgd"](model), steps=1)  # fmt: skip
+    lossless = found["microbatches" if dropout else "gradients"]
+    assert found.ok and lossless.claim is lossless.found is Level.ROUNDING
+    assert lossless.tolerance == 2e-1 and lossless.error > 1e-4  # type: ignore[operator]
+
+
+def test_nothing_that_was_given_is_changed() -> None:
+    small = SMALL["transformer"]
+    torch.manual_seed(0)
+    model, data = small.build(), [small.batch()]
+    optimizer = OPTIMIZERS["adam"](model)
+    ss.apply([], model, optimizer, loss=small.loss)(data[0])  # with state
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    held = copy.deepcopy((dict(model.state_dict()), optimizer.state_dict(), data))
+    streams = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    assert verify(ALL, model, data, loss=small.loss, optimizer=optimizer, steps=2).ok
+    now = (dict(model.state_dict()), optimizer.state_dict(), data)
+    for expected, found in zip(tree_leaves(held), tree_leaves(now), strict=True):
+        if isinstance(expected, torch.Tensor):
+            assert torch.equal(expected, found)
+        else:
+            assert expected == found
+    assert torch.equal(streams[0], torch.get_rng_state())
+    assert streams[1:] == (random.getstate(), np.random.get_state()[1].tolist())
+
+
+def test_state_from_before_is_taken_along() -> None:
+    """Adam's step count goes on from where it was, on both sides."""
+    small = SMALL["mlp"]
+    model, batch = small.build(), small.batch()
+    optimizer = OPTIMIZERS["adam"](model)
+    step = ss.apply([], model, optimizer, loss=small.loss)
+    for _ in range(5):
+        step(batch)
+    found = verify([Checkpointing("every-1")], model, [batch], loss=small.loss, optimizer=optimizer)
+    assert found.ok and found["optimizer state"].found is Level.EQUAL
+
+
+def test_as_plain_values() -> None:
+    found = certificate("mlp", [Precision("bf16")]).as_dict()
+    assert found["ok"] is True and found["plan"] == {"precision": {"kind": "bf16"}}
+    assert found["gradients"]["claimed"] == "near"
+    assert found["random_stream"]["found"] == "equal"
+    assert type(found["predicted_peak_bytes"]) is type(found["measured_peak_bytes"]) is int
+
+
+def test_a_setting_without_effect_is_said_once() -> None:
+    model = nn.Linear(3, 1)
+    with pytest.warns(NoEffectWarning) as said:
+        verify([Microbatching(1, simulated=True), Checkpointing("every-1")], model,
+               [torch.randn(4, 3)], loss=lambda m, b: m(b).mean(),
+               optimizer=OPTIMIZERS["sgd"](model))  # fmt: skip
+    assert len(said) == 1
+
+
+@pytest.mark.parametrize(
+    ("batches", "steps", "said"),
+    [
+        ([], 3, "no batch"),
+        ((torch.ones(2, 3), torch.ones(2)), 3, "one batch"),
+        ({"x": torch.ones(2, 3)}, 3, "one batch"),
+        ([torch.ones(2, 3)], 0, "0 steps"),
+        ([torch.ones(2, 5)], 1, "failed on this batch"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_verified(batches: Any, steps: int, said: str) -> None:
+    model = nn.Linear(3, 1)
+    with pytest.raises(InputError, match=said):
+        verify([], model, batches, loss=lambda m, b: m(b).mean(),
+               optimizer=OPTIMIZERS["sgd"](model), steps=steps)  # fmt: skip
+
+
+def test_the_error_is_of_the_worst_tensor() -> None:
+    ones = torch.ones(3)
+    assert relative_error([(ones, ones)]) == 0
+    assert relative_error([(2 * ones, torch.tensor([2.0, 2.0, 3.0]))]) == 0.5
+    assert relative_error([(100 * ones, 100 * ones), (2 * ones, 3 * ones)]) == 0.5
+    # A tensor of nothing but rounding is measured on the scale of the others.
+    assert relative_error([(100 * ones, 100 * ones), (1e-9 * ones, -1e-9 * ones)]) < 1e-8
+    assert relative_error([(ones, ones * float("inf"))]) == float("inf")
+    assert relative_error([(ones, torch.ones(4))]) == float("inf")
+    assert relative_error([(0 * ones, 0 * ones)]) == 0
+
+
+def test_infinite_parameters_are_never_what_was_claimed() -> None:
+    for claim in (Level.NEAR, Level.LOSSY):
+        assert not Comparison("parameters", claim, Level.LOSSY, float("inf"), 0.1).ok
+        assert Comparison("gradients", claim, Level.LOSSY, float("inf"), 0.1).ok  # a skipped step
+        assert Comparison("parameters", claim, Level.LOSSY, 3.0, 0.1).ok
+
+
+def test_tf32_set_by_its_newer_name_stays_as_it_was() -> None:
+    """PyTorch refuses to read the older name then; in a process of its own, since it stays so."""
+    code = """
+import torch
+import shoestring as ss
+torch.backends.cuda.matmul.fp32_precision = "tf32"
+torch.backends.cudnn.conv.fp32_precision = "tf32"
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loss = lambda model, batch: model(batch).mean()
+batch = torch.randn(4, 4)
+assert ss.verify([ss.Microbatching(2)], model, [batch], loss=loss, optimizer=optimizer, steps=1).ok
+print(torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision)
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ran.stdout == "tf32 tf32\n", ran.stderr
