@@ -6,6 +6,7 @@ import datetime
 import json
 import os
 import platform
+import stat
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ... import files
 from ...errors import InputError, TrainingStopped
 
 FILE = "records.jsonl"
@@ -31,7 +33,11 @@ class Records:
     def __init__(self, folder: Path) -> None:
         self.path = folder / FILE
         try:
-            self._handle = os.open(self.path, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o644)
+            flags = os.O_CREAT | os.O_APPEND | os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+            self._handle = os.open(self.path, flags, 0o644)
+            if not stat.S_ISREG(os.fstat(self._handle).st_mode):
+                os.close(self._handle)
+                raise files.NotAFile(self.path)
         except OSError as error:
             raise InputError(f"cannot write to {self.path}: {error.strerror}") from None
 
@@ -39,7 +45,7 @@ class Records:
         """One line: what happened, when, and the fields."""
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         made = {"event": event, "time": now, **fields}
-        text = json.dumps(made, ensure_ascii=False) + "\n"
+        text = files.json_text(made) + "\n"
         line = text.encode(errors="backslashreplace")  # JSON's own way for a path of odd bytes
         before = self.size_bytes
         try:
@@ -107,7 +113,7 @@ def read(path: str | Path, *, whole: bool = True) -> list[Event]:
     """
     file = Path(path) / FILE if Path(path).is_dir() else Path(path)
     try:
-        data = file.read_bytes()
+        data = files.read(file)
     except OSError as error:
         raise InputError(f"cannot read {file}: {error.strerror}") from None
     if not whole:
@@ -115,13 +121,46 @@ def read(path: str | Path, *, whole: bool = True) -> list[Event]:
     events = []
     for number, line in enumerate(data.splitlines(), start=1):
         try:
-            event = json.loads(line)
-        except ValueError:
+            event = json.loads(line, parse_constant=lambda name: None)
+        except (ValueError, RecursionError):
             event = None
-        if not isinstance(event, dict) or "event" not in event:
-            raise InputError(f"{file}, line {number} is no event")
+        why = odd(event)
+        if why is not None:
+            raise InputError(f"{file}, line {number} {why}")
         events.append(event)
     return events
+
+
+_NUMBER = (int, float)
+_KINDS: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys("event time folder bleu_signature".split(), (str,)),
+    **dict.fromkeys("settings host predicted data timeline".split(), (dict,)),
+    **dict.fromkeys("step epoch best_epoch updates parameters".split(), (int,)),
+    **dict.fromkeys(
+        "seconds loss train_loss accuracy best_accuracy best_loss bleu perplexity learning_rate "
+        "loss_scale exact_percent measured_peak_bytes evaluation_peak_bytes".split(),
+        _NUMBER,
+    ),
+}
+"""What a field of an event is, wherever it stands; null where it is not known."""
+
+
+def odd(event: Any) -> str | None:
+    """What is wrong with an event of a file that may come from anywhere; None if nothing is."""
+    if not isinstance(event, dict) or not isinstance(event.get("event"), str):
+        return "is no event"
+    for name, value in event.items():
+        kinds = _KINDS.get(name, _NUMBER if name.endswith(("_bytes", "_flops")) else None)
+        if kinds is None or value is None:
+            continue
+        if not isinstance(value, kinds) or isinstance(value, bool):
+            return f"has {name} of the type {type(value).__name__}"
+        if kinds in (_NUMBER, (int,)) and not -1e300 < value < 1e300:  # NaN neither
+            return f"has a {name} that is not a number"
+    held = event.get("predicted")
+    if held is not None and not all(v is None or type(v) in _NUMBER for v in held.values()):
+        return "has a prediction that is not a number"
+    return None
 
 
 def strip_times(events: Iterable[Event]) -> list[Event]:

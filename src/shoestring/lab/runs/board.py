@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +12,23 @@ from ..records.run import Event
 _SHOWN = ("train_loss", "loss", "accuracy", "learning_rate", "measured_peak_bytes", "loss_scale")
 
 
+def check_board(wanted: bool) -> None:
+    """InputError where TensorBoard is wanted and not installed."""
+    if wanted and importlib.util.find_spec("tensorboard") is None:
+        raise InputError(
+            "TensorBoard is not installed", hint="pip install 'shoestring[tensorboard]'"
+        )
+
+
 class Board:
     """Writes event files beside the records where it is wanted, else nothing."""
 
     def __init__(self, folder: Path, wanted: bool) -> None:
         self._writer: Any = None
         if wanted:
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-            except ImportError:
-                raise InputError(
-                    "TensorBoard is not installed", hint="pip install 'shoestring[tensorboard]'"
-                ) from None
+            check_board(wanted)
+            from torch.utils.tensorboard import SummaryWriter
+
             self._writer = SummaryWriter(folder / "tensorboard")
 
     def __enter__(self) -> Board:
