@@ -8,6 +8,7 @@ import os
 import secrets
 import stat
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -68,10 +69,8 @@ def write(path: str | Path, data: bytes | memoryview) -> None:
             os.fsync(file.fileno())
         os.replace(beside, place)
     except BaseException:
-        try:
+        with suppress(OSError):
             os.unlink(beside)
-        except OSError:
-            pass
         raise
     flush_names(place.parent)
 

@@ -11,6 +11,7 @@ import torch
 import typer
 
 from ..errors import InputError
+from ..files import json_text
 from ..lab.models import LONGEST_SENTENCE_TOKENS, SENTENCE_TOKENS, builtin
 from ..lab.target import Target, resolve
 from ..techniques import Checkpointing, Microbatching, Precision, Sparsity, Technique
@@ -48,6 +49,11 @@ LossName = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, bytes as integers.")]
 
 
+def json_line(value: Any) -> str:
+    """For `--json`: in ASCII, whatever the terminal takes, and null for NaN."""
+    return json_text(value, ensure_ascii=True)
+
+
 def techniques(
     density: float | None, precision: str | None, checkpoint: str | None
 ) -> list[Technique]:
@@ -76,7 +82,7 @@ def named_values(
             raise InputError(f"cannot read {flag} {text!r}", hint=f"such as {example}")
         try:
             found[name.strip()] = tomllib.loads(f"value = {value}")["value"]
-        except tomllib.TOMLDecodeError:
+        except (ValueError, RecursionError):  # no TOML, or a number of 5,000 digits
             found[name.strip()] = value.strip()
     return found
 

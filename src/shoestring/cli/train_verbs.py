@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import Annotated
 
@@ -18,6 +17,7 @@ from .options import (
     ModelName,
     PlanFile,
     PrecisionKind,
+    json_line,
     named_values,
 )
 
@@ -180,7 +180,7 @@ def train(
         )
     )
     if is_first():
-        typer.echo(json.dumps(result.event) if as_json else str(result))
+        typer.echo(json_line(result.event) if as_json else str(result))
 
 
 def translate(
@@ -233,4 +233,4 @@ def prepare(
         check_place(Path(out))
         task = load_text(data, folder=data_dir, languages=languages, merges=merges)
         save(task, Path(out))
-    typer.echo(json.dumps({"name": task.name, "folder": out, **task.notes}))
+    typer.echo(json_line({"name": task.name, "folder": out, **task.notes}))

@@ -78,7 +78,7 @@ def process_group(device: torch.device) -> Iterator[None]:
         yield
         return
     store = _met()
-    known = {"store": store, "rank": _number("RANK"), "world_size": launched()}
+    known: dict[str, Any] = {"store": store, "rank": _number("RANK"), "world_size": launched()}
     if device.type == "cuda":
         dist.init_process_group("nccl", device_id=device, **known)
     else:

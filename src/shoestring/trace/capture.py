@@ -86,7 +86,7 @@ def user_code() -> Iterator[None]:
         yield
     except (ShoestringError, torch.OutOfMemoryError):
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise InputError(
             f"the model failed on this batch: {first}",

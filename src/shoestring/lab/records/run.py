@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 import os
 import platform
 import stat
@@ -45,7 +46,7 @@ class Records:
         """One line: what happened, when, and the fields."""
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         made = {"event": event, "time": now, **fields}
-        text = files.json_text(made) + "\n"
+        text = files.json_text({name: _spelt(value) for name, value in made.items()}) + "\n"
         line = text.encode(errors="backslashreplace")  # JSON's own way for a path of odd bytes
         before = self.size_bytes
         try:
@@ -121,7 +122,7 @@ def read(path: str | Path, *, whole: bool = True) -> list[Event]:
     events = []
     for number, line in enumerate(data.splitlines(), start=1):
         try:
-            event = json.loads(line, parse_constant=lambda name: None)
+            event = _told(json.loads(line))
         except (ValueError, RecursionError):
             event = None
         why = odd(event)
@@ -131,16 +132,34 @@ def read(path: str | Path, *, whole: bool = True) -> list[Event]:
     return events
 
 
+_NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+"""JSON has no word for them, and a mean must not forget a run that diverged."""
+
+
+def _spelt(value: Any) -> Any:
+    if not isinstance(value, float) or math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def _told(event: Any) -> Any:
+    """The event with its numbers that are not finite."""
+    if not isinstance(event, dict):
+        return event
+    return {n: _NOT_FINITE.get(v, v) if isinstance(v, str) else v for n, v in event.items()}
+
+
 _NUMBER = (int, float)
+_SCORES = frozenset(
+    "loss train_loss accuracy best_accuracy best_loss bleu perplexity learning_rate loss_scale "
+    "exact_percent".split()
+)
+"""These alone may be NaN or infinite."""
 _KINDS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys("event time folder bleu_signature".split(), (str,)),
     **dict.fromkeys("settings host predicted data timeline".split(), (dict,)),
     **dict.fromkeys("step epoch best_epoch updates parameters".split(), (int,)),
-    **dict.fromkeys(
-        "seconds loss train_loss accuracy best_accuracy best_loss bleu perplexity learning_rate "
-        "loss_scale exact_percent measured_peak_bytes evaluation_peak_bytes".split(),
-        _NUMBER,
-    ),
+    **dict.fromkeys(("seconds", "measured_peak_bytes", "evaluation_peak_bytes", *_SCORES), _NUMBER),
 }
 """What a field of an event is, wherever it stands; null where it is not known."""
 
@@ -155,7 +174,9 @@ def odd(event: Any) -> str | None:
             continue
         if not isinstance(value, kinds) or isinstance(value, bool):
             return f"has {name} of the type {type(value).__name__}"
-        if kinds in (_NUMBER, (int,)) and not -1e300 < value < 1e300:  # NaN neither
+        if kinds not in (_NUMBER, (int,)) or (name in _SCORES and isinstance(value, float)):
+            continue
+        if not -1e300 < value < 1e300:  # NaN neither
             return f"has a {name} that is not a number"
     held = event.get("predicted")
     if held is not None and not all(v is None or type(v) in _NUMBER for v in held.values()):

@@ -13,6 +13,7 @@ from torch import nn
 
 from ..decoding.beam import translate
 from ..decoding.bleu import score
+from ... import files
 from ...errors import InputError
 from ..models import builtin
 from ..models.dynamic_conv import DCTransformer
@@ -138,7 +139,8 @@ class TextJob:
             model.load_state_dict(held)
         lines = [joined(self._task.target_vocabulary.decode(numbers)) for numbers in found]
         for name, text in ((TRANSLATIONS, lines), (REFERENCES, references)):
-            (folder / name).write_text("".join(f"{line}\n" for line in text), encoding="utf-8")
+            written = "".join(f"{line}\n" for line in text)
+            files.write(folder / name, written.encode(errors="backslashreplace"))
         quality = score(lines, references)
         return {
             "bleu": quality.bleu,

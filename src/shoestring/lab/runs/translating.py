@@ -6,12 +6,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 
 from ..decoding.beam import Search, translate
-from ...errors import InputError
+from ...errors import InputError, ShoestringError, first_line
 from ..models.dynamic_conv import DCTransformer
 from ...techniques.plan import Plan
 from ..records.run import read
@@ -59,9 +59,28 @@ def load_translator(
     """From a run on text, finished or not; sparse and 16-bit weights stay what they are."""
     folder = Path(run)
     start = next((event for event in read(folder, whole=False) if event["event"] == "start"), None)
-    if start is None or "beam" not in start["settings"]:
+    if start is None or "beam" not in (start.get("settings") or {}):
         raise InputError(f"{folder} is no run on text", hint="shoestring train dc-transformer …")
     settings = start["settings"]
+    try:
+        return _loaded(folder, settings, device, beam, length_penalty, average)
+    except ShoestringError:
+        raise
+    except (LookupError, TypeError, AttributeError, RuntimeError, ValueError) as error:
+        raise InputError(
+            f"{folder} does not hold a model that can translate: {first_line(error)}",
+            hint="files of it were changed, or are of different runs",
+        ) from error
+
+
+def _loaded(
+    folder: Path,
+    settings: dict[str, Any],
+    device: torch.device,
+    beam: int | None,
+    length_penalty: float | None,
+    average: bool,
+) -> Translator:
     codes, source, target = read_vocabularies(folder)
     model, loss = build_text_model(settings["model"], source, target, settings["dropout"])
     model.to(device)

@@ -3,7 +3,7 @@
 NumPy's own `dtype.__setstate__` and `ndarray.__setstate__` trust what they are given: a crafted
 state turns bytes into object pointers. So none of NumPy is called here. Small objects of ours take
 what a pickle says about an array, and an array is made only of a known type, a shape and exactly
-as many bytes. Python's unpickler reads it, not the one in C, which allocates what a pickle asks for.
+as many bytes. Python's own unpickler reads it: the one in C allocates what a pickle asks for.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ _KNOWN: dict[tuple[str, str], _Call] = {
 }
 
 
-class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined]
+class _Unpickler(pickle._Unpickler):
     """Knows five names and nothing that runs."""
 
     def find_class(self, module: str, name: str) -> Any:
