@@ -350,6 +350,12 @@ def prepare_device(name: str | None, *, tf32: bool, benchmark: bool) -> torch.de
     if device.type not in ("cpu", "cuda"):
         raise InputError(f"training on {device.type} is not supported", hint="cpu or cuda")
     if device.type == "cuda":
+        share = os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "100")
+        if share != "100":  # of FP16 products without a workspace; which kernel is not known
+            raise InputError(
+                f"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE is {share}: under it losses came out as NaN",
+                hint="unset it; MPS shares a GPU without it too",
+            )
         if not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count():
             raise InputError(f"there is no {wanted} here", hint="--device cpu")
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":0:0")
