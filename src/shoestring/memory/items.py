@@ -96,7 +96,7 @@ def _items(tokens: list[str], text: str) -> tuple[Item, ...]:
             raise _unreadable(text, f"{token!r} is no item" if token else "an item is missing")
         count = 1
         if tokens and tokens[0].startswith("*"):
-            count = int(tokens.pop(0)[1:])
+            count = int(tokens.pop(0)[1:20])  # more digits are too many blocks anyway
         if not 0 < count * leaves(item) <= _MOST:
             raise _unreadable(text, f"{count} times one item")
         found += [item] * count
