@@ -130,9 +130,7 @@ def test_what_a_model_raises_is_one_line(here, verb, model):
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_batchnorm_over_one_example_is_one_line(here, size):
-    found = call(
-        *("verify", "odd_models:good", "--input", "5x3x32x32", "--microbatch", size)
-    )
+    found = call(*("verify", "odd_models:good", "--input", "5x3x32x32", "--microbatch", size))
     assert found.refused and "more than 1 value per channel" in found.err
 
 
@@ -174,7 +172,9 @@ def test_a_plan_that_is_none(here, name, text):
     assert found.refused, found
 
 
-@pytest.mark.parametrize("shape", [NUMBER, f"4x{NUMBER}", "1x99999999999999999", "x".join("9" * 99)])
+@pytest.mark.parametrize(
+    "shape", [NUMBER, f"4x{NUMBER}", "1x99999999999999999", "x".join("9" * 99)]
+)
 def test_an_input_with_too_many_digits(here, shape):
     assert call("profile", "odd_models:good", "--input", shape).refused
 
