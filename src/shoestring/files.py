@@ -61,12 +61,16 @@ def write(path: str | Path, data: bytes | memoryview) -> None:
     try:
         # Never through a link that somebody put there.
         flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
-        with os.fdopen(os.open(beside, flags, 0o666), "wb") as file:
+        handle = os.open(beside, flags, 0o666)
+        try:
             if mode is not None:
-                os.fchmod(file.fileno(), mode)
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+                os.fchmod(handle, mode)
+            left = memoryview(data)
+            while left:
+                left = left[os.write(handle, left) :]
+            os.fsync(handle)
+        finally:
+            os.close(handle)
         os.replace(beside, place)
     except BaseException:
         with suppress(OSError):
@@ -87,7 +91,8 @@ def flush_names(folder: Path) -> None:
 def remove_partial(folder: Path) -> None:
     """Remove what a killed process left half-written; only for who holds the folder alone."""
     for path in folder.glob(f".*{PARTIAL}"):
-        path.unlink(missing_ok=True)
+        with suppress(OSError):
+            path.unlink()
 
 
 def json_text(value: Any, *, ensure_ascii: bool = False, **options: Any) -> str:

@@ -11,6 +11,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -55,12 +56,16 @@ class Records:
                 os.write(self._handle, line[written:])  # says why
             os.fsync(self._handle)
         except OSError as error:
-            os.ftruncate(self._handle, before)
-            raise TrainingStopped(
-                f"cannot write to {self.path}: {error.strerror}",
-                hint="make room and go on with --resume",
-            ) from error
+            with suppress(OSError):  # else the next one to go on drops what was half-written
+                os.ftruncate(self._handle, before)
+            raise self._unwritable(error) from error
         return made
+
+    def _unwritable(self, error: OSError) -> TrainingStopped:
+        return TrainingStopped(
+            f"cannot write to {self.path}: {error.strerror}",
+            hint="make room and go on with --resume",
+        )
 
     @property
     def size_bytes(self) -> int:
@@ -75,8 +80,11 @@ class Records:
                 f"{self.path} has {held:,} bytes, the snapshot was made after {size_bytes:,}",
                 hint="the file was shortened by hand; start again in another folder",
             )
-        os.ftruncate(self._handle, size_bytes)
-        os.fsync(self._handle)
+        try:
+            os.ftruncate(self._handle, size_bytes)
+            os.fsync(self._handle)
+        except OSError as error:
+            raise self._unwritable(error) from error
 
     def __enter__(self) -> Records:
         return self

@@ -14,7 +14,7 @@ from torch import nn
 from ..decoding.beam import translate
 from ..decoding.bleu import score
 from ... import files
-from ...errors import InputError
+from ...errors import InputError, first_line
 from ..models import builtin
 from ..models.dynamic_conv import DCTransformer
 from ...techniques.plan import Plan
@@ -125,7 +125,10 @@ class TextJob:
         averaged = 0
         if weights and self.weights_kept:
             mean, averaged = mean_of_files(weights)
-            model.load_state_dict(mean)
+            try:
+                model.load_state_dict(mean)
+            except RuntimeError as error:
+                raise InputError(f"{weights[-1]} is not of this model: {first_line(error)}") from error
         sentences, references = self._task.scored
         try:
             found = translate(
