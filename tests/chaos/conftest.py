@@ -6,7 +6,7 @@ from pathlib import Path
 # What tests of the loop, of the command line and of studies share with these.
 sys.path += [str(Path(__file__).parents[1] / name) for name in ("lab/runs", "lab/study", "cli")]
 
-import chaos  # noqa: E402
+import chaos
 
 
 def pytest_terminal_summary(terminalreporter):

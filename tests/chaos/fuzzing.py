@@ -11,7 +11,6 @@ from random import Random
 from typing import Any
 
 from chaos import COUNTS, HANG_SECONDS
-
 from shoestring.errors import ShoestringError
 
 ODD: tuple[Any, ...] = (

@@ -10,17 +10,16 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from chaos import COUNTS, HANG_SECONDS, SEED, asked, same_run, same_text
 from faulty_os import ENDED, Faulty
 from test_loop import ALL, run
 
+from chaos import COUNTS, HANG_SECONDS, SEED, asked, same_run, same_text
 from shoestring import Microbatching, Plan
 from shoestring.errors import ShoestringError
 from shoestring.lab.runs.loop import train
 from shoestring.lab.runs.text_settings import text_settings_for
 from shoestring.lab.study.report import report
 from shoestring.lab.tasks.prepared import save as save_prepared
-from tiny_nets import small_task
 from tiny_texts import SMALL, small_text
 
 

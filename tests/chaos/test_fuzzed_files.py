@@ -1,4 +1,4 @@
-"""Files that were damaged or made to do harm: each is taken or refused, and nothing else happens."""
+"""Files that were damaged or made to do harm: each is taken or refused; nothing else happens."""
 
 import gzip
 import hashlib
@@ -17,10 +17,10 @@ from random import Random
 import numpy as np
 import pytest
 import torch
-from chaos import SEED, asked
 from fuzzing import ODD, attacked, damaged, swapped
 from test_loop import ALL, CPU, PLAIN, run, settings
 
+from chaos import SEED, asked
 from shoestring import Plan, Sparsity
 from shoestring.lab.records.run import FILE, read
 from shoestring.lab.runs import snapshot

@@ -5,6 +5,7 @@ import random
 import time
 
 import pytest
+
 from chaos import COUNTS, SEED, asked, cases, finished, seconds_of, start, wipe
 
 SHARES = {
