@@ -16,7 +16,7 @@ from shoestring.lab.study.spec import load
 from shoestring.lab.study.statistics import Sample
 
 pytest.importorskip("matplotlib")
-PAPER = Path(__file__).parents[2] / "studies" / "paper"
+PAPER = Path(__file__).parents[3] / "studies" / "paper"
 
 
 def canvas(found, draw=figures._lines):
