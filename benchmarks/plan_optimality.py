@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,8 +19,10 @@ import numpy as np
 import scipy
 
 from shoestring.planning.chain import front, solve
-from shoestring.planning.exact import Class, optimum
 from shoestring.planning.stages import Chain, Option, Stage, Work, plain
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+from reference.exact_schedules import Class, optimum
 
 FRACTIONS = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9)
 """Budgets between the smallest that `front` finds (0) and the peak of keeping everything (1)."""

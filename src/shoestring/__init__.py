@@ -16,8 +16,7 @@ from .step.profiling import profile
 from .techniques import Checkpointing, Microbatching, Precision, Sparsity
 from .techniques.plan import Plan
 from .verification.verify import verify
-
-__version__ = "0.1.0"
+from .version import __version__ as __version__
 
 __all__ = [
     "BudgetError",

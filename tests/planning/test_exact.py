@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from plan_optimality import TOLERANCE, budgets, gap, random_instance
+from reference.exact_schedules import optimum
 from shoestring.planning.chain import solve
-from shoestring.planning.exact import optimum
 from shoestring.planning.stages import plain
 
 

@@ -15,10 +15,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from .. import __version__
 from ..errors import InputError, ShoestringError, render
 from ..progress import working
 from ..units import format_count, format_flops, format_size
+from ..version import __version__
 from . import study_verbs as study_verbs
 from . import train_verbs as train_verbs
 from .options import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..errors import InputError
+from ..errors import InputError, needs_extra
 from ..units import format_size
 from .result import FrontPoint, Predicted, format_seconds, short
 
@@ -24,12 +24,8 @@ def front_table(points: Sequence[FrontPoint], plain: Predicted) -> str:
 
 def plot_front(points: Sequence[FrontPoint], plain: Predicted, title: str, file: str) -> None:
     """Write the picture; the ending of the name says which format."""
-    try:
+    with needs_extra("lab", "matplotlib", "a plot of the front"):
         from matplotlib.figure import Figure
-    except ImportError:
-        raise InputError(
-            "plots need matplotlib", hint="pip install 'shoestring[plots]', or leave out --plot"
-        ) from None
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
     for kind in dict.fromkeys(p.kind for p in points):

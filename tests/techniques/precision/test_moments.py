@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from shoestring.kernels.rounding import Noise
 from shoestring.techniques import Precision
 from shoestring.techniques.precision.blocks import Block, Piece, blocks, cut, gather
 from shoestring.techniques.precision.moments import Storage, power_of_two
-from shoestring.techniques.precision.rounding import Noise
 from shoestring.techniques.precision.update import Update
 from techniques.precision.precision_helpers import OPTIMIZERS, make_step
 

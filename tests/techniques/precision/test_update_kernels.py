@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from interpreter import run_interpreted
+from shoestring.kernels.rounding import Noise
 from shoestring.techniques.precision import update as module
-from shoestring.techniques.precision.rounding import Noise
 from shoestring.techniques.precision.scaling import LossScale
 from shoestring.techniques.precision.update import Update
 

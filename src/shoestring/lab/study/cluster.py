@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...errors import InputError
+from ...errors import InputError, needs_extra
 from ...progress import asked_to_end
 from .execute import LOG, Place, execute_alone, fail, outcome
 from .expand import Job
@@ -24,10 +24,8 @@ def run(
     gpus: float, ended: Ended, tick: Tick,
 ) -> None:  # fmt: skip
     """Run all jobs on the cluster at `address` ("local" starts one here); each in a new process."""
-    try:
+    with needs_extra("ray", "ray", "--ray"):
         import ray
-    except ImportError:
-        raise InputError("Ray is not installed", hint="pip install 'shoestring[ray]'") from None
     try:
         host, colon, port = address.rpartition(":")
         if colon and port.isdecimal() and "/" not in host:  # Ray itself would try for minutes

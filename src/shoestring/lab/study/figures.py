@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from ...errors import InputError
+from ...errors import InputError, needs_extra
 from .results import Results, Row
 from .spec import Figure
 from .statistics import pareto_front
@@ -67,13 +67,8 @@ def _default(results: Results) -> tuple[Figure, ...]:
 @contextmanager
 def _drawing() -> Iterator[Any]:
     """A way to make canvases, without the global state of pyplot."""
-    try:
+    with needs_extra("lab", "matplotlib", "a report with figures"):
         from matplotlib import figure, style
-    except ImportError:
-        raise InputError(
-            "figures are drawn by matplotlib, which is not installed",
-            hint="pip install 'shoestring[plots]'",
-        ) from None
     with style.context(["default", STYLE]):
         yield figure.Figure
 

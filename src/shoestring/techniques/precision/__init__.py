@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from ...errors import InputError, NoEffectWarning
+from ...kernels.rounding import Noise
 from ...trace.batches import map_tensors
 from ...trace.graph import Trace
 from ..base import Setup, WholeBatch
 from ..batch_norm import lean_batch_norm
 from .check import check_model, check_optimizer, named_failures
 from .convert import lower_model
-from .rounding import Noise
 from .scaling import LossScale
 from .state import PrecisionState
 from .update import Update

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from ...kernels.rounding import Noise
 from .blocks import Block, Flat, gather
-from .rounding import Noise
 
 SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta"})
 SUFFIX = "_exponent"

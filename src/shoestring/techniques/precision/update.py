@@ -19,12 +19,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from ...kernels import expected
+from ...kernels.rounding import Noise
 from ...trace.cuda import is_dense, on_cuda
 from ...trace.fakes import is_fake, readable
 from .blocks import Block, Piece, Rows, block_elements, blocks, cut, gather
 from .convert import cast
 from .moments import SUFFIX, Storage, is_moment, write
-from .rounding import Noise
 from .scaling import LossScale
 from .twin import fused_sgd, make_twin, single
 
@@ -240,9 +240,9 @@ class Update:
                     moments = [states[piece.parameter][key][piece.rows] for key in block.keys]
                     torch._foreach_mul_([piece.narrow, *moments], 1)
             return
-        from ...kernels import update as kernels
+        from . import fused  # needs Triton
 
-        update = kernels.sgd if isinstance(self._optimizer, SGD) else kernels.adam
+        update = fused.sgd if isinstance(self._optimizer, SGD) else fused.adam
         update(states, blocks, self._drawing, self._scale, stochastic=self._noise is not None)
 
     def convert_state(self) -> Callable[[], None]:
