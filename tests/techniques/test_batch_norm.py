@@ -133,12 +133,12 @@ def compare_small_tiles(device: str) -> None:
     """Several tiles for each program, several programs for each channel."""
     from shoestring.kernels import batch_norm_tiles as kernels
 
-    sizes = kernels.TILE, kernels.SHARES, kernels.READERS, kernels.PROGRAMS
-    kernels.TILE, kernels.SHARES, kernels.READERS, kernels.PROGRAMS = 128, 4, 3, 9
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "TILE", 128)
+        patch.setattr(kernels, "SHARES", 4)
+        patch.setattr(kernels, "readers", lambda: 3)
+        patch.setattr(kernels, "programs", lambda: 9)
         compare_groups(device, small=True)
-    finally:
-        kernels.TILE, kernels.SHARES, kernels.READERS, kernels.PROGRAMS = sizes
 
 
 # -- Whole models ----------------------------------------------------------------------------------

@@ -81,7 +81,7 @@ class CapturedStep:
 
 
 def _free_workspaces() -> None:
-    """cuBLAS keeps one for every thread and stream, 32 MiB each on Hopper.
+    """cuBLAS keeps one for every thread and stream, tens of MiB each (`devices/`).
 
     Before a capture those of eager steps go, so that a step does not hold two sets; after it those
     that lie in the graph's pool, where replays use them but nothing else may.

@@ -11,9 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
-MULTIPROCESSORS = 132
-"""Of the H200 (and H100 SXM)."""
-THREADS_PER_MULTIPROCESSOR = 2048
+from ...devices import gpu
+
 _MAX_THREADS = 512
 _WARP = 32
 _VECTOR = 4
@@ -90,7 +89,8 @@ def reduction_bytes(
         split_outputs *= height
     values = _ceil(joined.inputs, split_inputs)
     grid = _ceil(joined.outputs // vector, split_outputs)
-    target = MULTIPROCESSORS * (THREADS_PER_MULTIPROCESSOR // (width * height))
+    card = gpu()
+    target = card.multiprocessors * (card.threads_per_multiprocessor // (width * height))
     if not across_warps or values < many or grid > target:
         return ()
     blocks = max(min(_ceil(target, grid), _ceil(values, few)), _ceil(values, many))
