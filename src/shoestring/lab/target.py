@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from ..errors import InputError
 from ..techniques import Microbatching
+from ..torch_private.dispatch import TorchDispatchMode
+from ..torch_private.fake_tensors import FakeTensorMode
+from ..torch_private.trees import tree_leaves
 from .models import builtin
 
 _TYPES = {

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from ..memory.device import device_timeline
 from ..memory.timeline import Timeline
+from ..torch_private.trees import tree_leaves
 from ..trace.graph import Op, Phase, Role, Trace
 from ..trace.recorder import Recorder
 from .stages import Work

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ..techniques.checkpointing.draws import Places, followed_by
+from ..torch_private.cuda_memory import clear_cublas_workspaces, end_allocate_to_pool, release_pool
 from ..trace.batches import map_tensors, tensors_of
 
 
@@ -86,7 +87,7 @@ def _free_workspaces() -> None:
     Before a capture those of eager steps go, so that a step does not hold two sets; after it those
     that lie in the graph's pool, where replays use them but nothing else may.
     """
-    torch._C._cuda_clearCublasWorkspaces()
+    clear_cublas_workspaces()
 
 
 def _abandon(pool: Any, device: torch.device) -> None:
@@ -96,10 +97,10 @@ def _abandon(pool: Any, device: torch.device) -> None:
     """
     index = default_generator(device).device.index
     try:
-        torch._C._cuda_endAllocateToPool(index, pool)
+        end_allocate_to_pool(index, pool)
     except RuntimeError:  # it ended in good order
         return
-    torch._C._cuda_releasePool(index, pool)
+    release_pool(index, pool)
 
 
 class _Randomness:

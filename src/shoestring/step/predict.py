@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..memory.device import device_timeline
 from ..memory.live.measure import Measurement
 from ..techniques.base import Technique
 from ..techniques.plan import Plan
+from ..torch_private.fake_tensors import FakeTensorMode
 from ..trace.capture import Loss, named_failures
 from ..trace.fakes import fake_batch, fake_model, make_optimizer, same_random_streams
 from ..trace.outside import Outside

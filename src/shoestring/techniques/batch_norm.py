@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function
 
 from ..kernels import batch_norm_tiles, has_triton, in_prediction
 from ..kernels.batch_norm_tiles import Running, inner
+from ..torch_private.fake_tensors import FakeTensor
 from ..trace.fakes import is_fake
 from .base import Setup
 

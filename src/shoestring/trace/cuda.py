@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch._prims_common import suggest_memory_format
-from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.overrides import TorchFunctionMode, _len_torch_function_stack, _pop_mode_temporarily
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from ..torch_private.autograd import current_node, tensor_methods
+from ..torch_private.dispatch import TorchDispatchMode
+from ..torch_private.fake_tensors import DataDependentOutputException
+from ..torch_private.storages import suggest_memory_format, use_count
+from ..torch_private.trees import tree_leaves
 from .cuda_attention import attention
 from .cudnn_rnn import MODES, recurrent_backward, recurrent_forward
 from .statistics import with_wide_statistics
@@ -177,7 +178,7 @@ class _Shapes(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        node = torch._C._current_autograd_node()
+        node = current_node()
         if node is None or torch.is_grad_enabled():
             return _result(func, args, kwargs)
         if func in _IN_PLACE and node.name() == _IN_PLACE[func]:
@@ -204,7 +205,7 @@ class _Shapes(TorchDispatchMode):
             held.dtype == new.dtype
             and self._node_of.get(storage._cdata, node._sequence_nr()) != node._sequence_nr()
             and storage.nbytes() == held.numel() * held.element_size()
-            and torch._C._storage_Use_Count(storage._cdata) <= _ENGINE_AND_CALL
+            and use_count(storage) <= _ENGINE_AND_CALL
         )
 
 
@@ -230,7 +231,7 @@ def _open_functions() -> Iterator[None]:
     names = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
     plain = [
         (module, name, getattr(module, name))
-        for module in (F, torch.functional, torch.autograd, torch._tensor)
+        for module in (F, torch.functional, torch.autograd, tensor_methods)
         for name in names
         if hasattr(module, name)
     ]

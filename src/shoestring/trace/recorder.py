@@ -14,15 +14,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._prims_common import suggest_memory_format
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from ..torch_private.autograd import current_node, last_sequence_number
+from ..torch_private.dispatch import TorchDispatchMode
+from ..torch_private.fake_tensors import FakeTensor
+from ..torch_private.storages import suggest_memory_format
+from ..torch_private.trees import tree_leaves
 from .flops import flops_of
 from .graph import Op, Phase, TensorSpec, channels_last_order
 from .grouped import grouped_product
@@ -249,7 +250,7 @@ class Recorder(TorchDispatchMode):
         grad_enabled = torch.is_grad_enabled()
         phase, forward_op = self.phase, -1
         module = self._module_stack[-1] if self._module_stack else ""
-        node = torch._C._current_autograd_node()
+        node = current_node()
         if phase is Phase.BACKWARD:
             if grad_enabled and (node is not None or self._module_stack):
                 phase = Phase.RECOMPUTE
@@ -263,7 +264,7 @@ class Recorder(TorchDispatchMode):
             and any(s.requires_grad for _, s in inputs)
         )
         if differentiable:
-            sequence = torch.autograd._get_sequence_nr() - 1
+            sequence = last_sequence_number()
             self._first_op_of_node.setdefault(sequence, index)
         for leaf in outputs:
             record = self.storages[self.values[leaf.value].storage]

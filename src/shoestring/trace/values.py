@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ..torch_private.dispatch import without_modes
+from ..torch_private.fake_tensors import FakeTensor
+from ..torch_private.trees import TreeSpec, tree_flatten, tree_unflatten
 from .batches import tensors_of
 
 _QUESTIONS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
@@ -65,7 +65,7 @@ def forget_varied(batch: Any) -> None:
         origin = _known(tensor)
         if origin is None:
             continue
-        with _disable_current_modes():
+        with without_modes():
             held = origin.made().flatten()
             varied = bool((held != held[:1]).any())
         if varied:
@@ -89,7 +89,7 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs)
     origin = _follow(func, args, kwargs)
     if origin is not None and func in _QUESTIONS:
-        with _disable_current_modes():
+        with without_modes():
             return origin.made()
     out = func(*args, **kwargs)
     if origin is not None and isinstance(out, FakeTensor) and not out.is_inference():

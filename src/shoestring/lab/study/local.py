@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ...progress import asked_to_end
+from ...torch_private.autograd import DYNAMO
 from .execute import LOG, Place, execute_alone, fail, outcome
 from .expand import Job
 
@@ -20,7 +21,7 @@ ATTEMPTS = 3
 """Processes that die without a word (out of memory, say) before their job counts as failed."""
 TICK_SECONDS = 0.5
 PRELOADED = [
-    "torch._dynamo",
+    DYNAMO,
     "sklearn.datasets",
     "shoestring.lab.study.execute",
     "shoestring.lab.study.timelines",

@@ -84,8 +84,8 @@ def blocks_at_peak(
 ) -> tuple[int, int, list[Block]]:
     """Peak bytes, the number of the allocation that reached it, and the blocks live then.
 
-    `segments` and `history` are what `torch.cuda.memory._snapshot` calls segments, from before,
-    and a device's trace, from after. A block's death is known also if it came after the peak.
+    `segments` and `history` are what `cuda_memory.snapshot` calls segments, from before, and a
+    device's trace, from after. A block's death is known also if it came after the peak.
     """
     heap = _Heap()
     live: dict[int, Block] = {}

@@ -21,13 +21,14 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from ...memory.nodes import WIDE
+from ...torch_private.autograd import DisableTorchFunction, active_saved_tensors_hooks
+from ...torch_private.trees import tree_leaves
 from .functions import CHEAP, ELEMENTWISE, JOINTS, NODES, PRODUCTS, SAVES_OUTPUT, WIDENING
 from .regions import without_statistics
 
-_unseen = torch._C.DisableTorchFunction
+_unseen = DisableTorchFunction
 """Around questions about tensors: regions outside would look at each of them."""
 
 
@@ -135,7 +136,7 @@ class Recipes:
         self._outer: Any = None
 
     def __enter__(self) -> Recipes:
-        self._outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        self._outer = active_saved_tensors_hooks()
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
         self._watch = _Watch(self)
         self._hooks.__enter__()

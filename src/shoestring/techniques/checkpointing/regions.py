@@ -17,10 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ...torch_private.trees import tree_flatten, tree_unflatten
 from .caches import refuse_caches
 from .draws import follower
 

@@ -136,7 +136,7 @@ class Pending:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        from torch.utils._pytree import tree_map
+        from ...torch_private.trees import tree_map
 
         def real(leaf: Any) -> Any:
             return leaf.value() if isinstance(leaf, Pending) else leaf

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from ...torch_private.kernels import foreach_copy_
+
 LARGEST = 2**20
 SMALLEST = 2**14
 
@@ -81,7 +83,7 @@ def gather(tensors: list[torch.Tensor], dtype: torch.dtype) -> Flat:
     views = [
         part.view(tensor.shape) for part, tensor in zip(whole.split(sizes), tensors, strict=True)
     ]
-    torch._foreach_copy_(views, tensors)
+    foreach_copy_(views, tensors)
     return Flat(whole, views)
 
 

@@ -13,6 +13,7 @@ import triton
 
 from ...kernels.rounding import DROPPED_BITS, Noise
 from ...kernels.update import BLOCK, sgd_kernel, tops_kernel, update_kernel
+from ...torch_private.kernels import foreach_add_, foreach_copy_
 from .blocks import Block, Piece
 from .moments import SUFFIX, exponents_for
 from .scaling import LossScale
@@ -99,7 +100,7 @@ def adam(
     steps = [states[parameter]["step"] for parameter in corrections]
     # As a list: of one tensor the function would read the value.
     moved = torch.ones_like(steps[0]) if scale is None else 1 - scale.found_inf
-    torch._foreach_add_(steps, [moved] * len(steps))
+    foreach_add_(steps, [moved] * len(steps))
 
 
 def _tasks(
@@ -156,7 +157,7 @@ def _keep_exponents(tasks: list[_Task], exponents: torch.Tensor, scale: LossScal
     chosen = used[:, : len(KEYS)].flatten().to(slots[0].dtype)
     if scale is not None:
         chosen = torch.where(scale.found_inf > 0, torch.stack(slots), chosen)
-    torch._foreach_copy_(slots, chosen.unbind())
+    foreach_copy_(slots, chosen.unbind())
 
 
 def _on_device(rate: float | torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ...kernels.rounding import Noise
+from ...torch_private.kernels import foreach_copy_, foreach_mul_, foreach_norm
 from .blocks import Block, Flat, gather
 
 SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta"})
@@ -57,7 +58,7 @@ class Storage:
         wide = gather(_pieces(block, states, key), torch.float32)
         if key + SUFFIX in states[0]:
             exponents = torch.stack(_slots(block, states, key))
-            torch._foreach_mul_(wide.views, power_of_two(-exponents).unbind())
+            foreach_mul_(wide.views, power_of_two(-exponents).unbind())
             if key in SQUARES:
                 wide.whole.square_()
         return wide
@@ -74,14 +75,14 @@ class Storage:
         if key + SUFFIX in states[0]:
             if key in SQUARES:
                 wide.whole.sqrt_()
-            tops = torch.stack(torch._foreach_norm(wide.views, torch.inf))
+            tops = torch.stack(foreach_norm(wide.views, torch.inf))
             exponents = exponents_for(tops)
-            torch._foreach_mul_(wide.views, power_of_two(exponents).unbind())
+            foreach_mul_(wide.views, power_of_two(exponents).unbind())
             slots = _slots(block, states, key)
             chosen = exponents.to(slots[0].dtype)
             if skip is not None:
                 chosen = torch.where(skip, torch.stack(slots), chosen)
-            torch._foreach_copy_(slots, chosen.unbind())
+            foreach_copy_(slots, chosen.unbind())
         write(_pieces(block, states, key), wide, self._noise, skip)
 
 
@@ -97,7 +98,7 @@ def write(
         narrow = noise.rounded(wide.whole, dtype, keep_nan=skip is None)
     if skip is not None:
         narrow = torch.where(skip, gather(targets, dtype).whole, narrow)
-    torch._foreach_copy_(targets, wide.like(narrow))
+    foreach_copy_(targets, wide.like(narrow))
 
 
 def _pieces(block: Block, states: list[dict[str, Any]], key: str) -> list[torch.Tensor]:

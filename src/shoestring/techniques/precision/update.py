@@ -15,11 +15,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from ...kernels import expected
 from ...kernels.rounding import Noise
+from ...torch_private.fake_tensors import FakeTensor
+from ...torch_private.kernels import foreach_mul_
 from ...trace.cuda import is_dense, on_cuda
 from ...trace.fakes import is_fake, readable
 from .blocks import Block, Piece, Rows, block_elements, blocks, cut, gather
@@ -238,7 +239,7 @@ class Update:
             for block in blocks:  # read and written where they are
                 for piece in block.pieces:
                     moments = [states[piece.parameter][key][piece.rows] for key in block.keys]
-                    torch._foreach_mul_([piece.narrow, *moments], 1)
+                    foreach_mul_([piece.narrow, *moments], 1)
             return
         from . import fused  # needs Triton
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
+from ...torch_private.autograd import active_saved_tensors_hooks
 from .tensor import SparseTensor
 
 Gradient = torch.Tensor | None
@@ -60,7 +61,7 @@ class _PackedFirst(torch.autograd.Function):
     @classmethod
     def apply(cls, *args: Any) -> Any:
         """Pack, then run with the packed objects in the place of the tensors."""
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        hooks = active_saved_tensors_hooks()
         in_graph = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
         if hooks is None or not in_graph or not torch.is_grad_enabled():
             return super().apply(*args)

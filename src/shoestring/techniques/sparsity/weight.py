@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.utils._pytree import tree_map
 
 from ...errors import InputError
+from ...torch_private.autograd import DisableTorchFunctionSubclass
+from ...torch_private.dispatch import make_wrapper_subclass
+from ...torch_private.trees import tree_map
 from .functions import Convolution, Dense, Embedding, Linear, Settings
 from .tensor import SparseTensor
 
@@ -27,7 +29,7 @@ class SparseWeight(torch.Tensor):
     @staticmethod
     def __new__(cls, source: SparseTensor, transposed: bool = False) -> SparseWeight:
         shape = source.shape[::-1] if transposed else source.shape
-        made = torch.Tensor._make_wrapper_subclass(
+        made = make_wrapper_subclass(
             cls,
             shape,
             dtype=source.values.dtype,
@@ -44,7 +46,7 @@ class SparseWeight(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         route = _ROUTES.get(func)
         if route is not None:
