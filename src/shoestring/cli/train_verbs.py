@@ -40,12 +40,16 @@ def train(
     data: Annotated[
         str,
         typer.Option(
-            help="digits, cifar10, number_words, multi30k, iwslt14, europarl160k, or a folder of "
-            "aligned text."
+            help="digits, cifar10, number_words, multi30k, iwslt14, europarl160k, a folder "
+            "with images.npz, or a folder of aligned text."
         ),
     ],
     data_dir: Annotated[
         str | None, typer.Option(help="Folder of the data; by default $SHOESTRING_DATA.")
+    ] = None,
+    input: Annotated[
+        str | None,
+        typer.Option(help="Bring images to this shape, 1x28x28: channels, height, width."),
     ] = None,
     split: Annotated[
         str, typer.Option(help="What is evaluated: test, or validation out of the training set.")
@@ -140,6 +144,7 @@ def train(
             model=model,
             data=data,
             data_dir=data_dir,
+            input=input,
             split=split,
             plan=plan,
             budget=budget,

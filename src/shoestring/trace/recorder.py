@@ -170,7 +170,7 @@ class Recorder(TorchDispatchMode):
         mutates: list[str] = []
         for position, argument in enumerate(schema.arguments):
             given = args[position] if position < len(args) else kwargs.get(argument.name)
-            written = argument.alias_info is not None and argument.alias_info.is_write
+            written = _writes(func, argument)
             for name, tensor in _tensors(argument.name, given):
                 spec = self.spec(tensor)
                 if spec is not None:
@@ -180,7 +180,7 @@ class Recorder(TorchDispatchMode):
         written_tensors = [
             tensor
             for position, argument in enumerate(schema.arguments)
-            if argument.alias_info is not None and argument.alias_info.is_write
+            if _writes(func, argument)
             for _, tensor in _tensors(
                 argument.name,
                 args[position] if position < len(args) else kwargs.get(argument.name),
@@ -398,6 +398,18 @@ def _memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
             return ()
         expected *= shape[dim]
     return tuple(order)
+
+
+_SAME_VALUES = frozenset({"transpose_", "t_", "squeeze_", "unsqueeze_", "detach_"})
+"""Operations that change in place how a tensor is read, and no value of it."""
+
+
+def _writes(func: Any, argument: Any) -> bool:
+    return (
+        argument.alias_info is not None
+        and argument.alias_info.is_write
+        and func._opname not in _SAME_VALUES
+    )
 
 
 def _tensors(name: str, given: Any) -> Iterator[tuple[str, torch.Tensor]]:

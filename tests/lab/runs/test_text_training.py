@@ -267,7 +267,7 @@ def test_settings_that_cannot_be():
 
 def test_models_that_do_not_take_sentences():
     task = small_text()
-    for name, message in (("wrn-10-1", "does not take sentences"), ("a:b", "built-in models only")):
+    for name, message in (("wrn-10-1", "does not take sentences"), ("no_such:b", "cannot import")):
         with pytest.raises(InputError, match=message):
             build_text_model(name, task.source_vocabulary, task.target_vocabulary, 0.1)
 

@@ -6,10 +6,11 @@ Where the tables are at odds with the text or with their source, the entry says 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...errors import InputError
 from ...techniques.sparsity import REPORT_SCHEDULE
+from ..tasks.image_folder import is_image_folder
 
 Schedule = tuple[tuple[int, int], ...]
 
@@ -90,6 +91,9 @@ DIGITS = Recipe(
     by_model={},
 )
 """Our own, for the few updates that 1,438 images give: the report has no such task."""
+
+OTHER_IMAGES = replace(DIGITS, learning_rate=0.1)
+"""For images of one's own, of which nothing is known."""
 
 RECIPES = {"cifar10": CIFAR10, "digits": DIGITS}
 
@@ -193,6 +197,8 @@ def translation_multipliers(model: str, density: float) -> Multipliers:
 
 def recipe_for(data: str) -> Recipe:
     """By the name of the data."""
+    if is_image_folder(data):
+        return OTHER_IMAGES
     if data not in RECIPES:
         raise InputError(f"no data is called {data!r}", hint="one of " + ", ".join(RECIPES))
     return RECIPES[data]

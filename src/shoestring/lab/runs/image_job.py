@@ -57,7 +57,7 @@ class ImageJob:
 
     def model(self) -> tuple[nn.Module, Loss]:
         """As the settings name it, in their layout."""
-        model, loss = build_model(self.settings.model, self._task.classes)
+        model, loss = build_model(self.settings.model, self._task.classes, self._task.shape[0])
         return model.to(memory_format=self._layout), loss  # type: ignore[call-overload]
 
     def optimizer(self, model: nn.Module, device: torch.device) -> torch.optim.SGD:

@@ -12,7 +12,8 @@ from torch import nn
 from ...errors import InputError
 from ..models import builtin
 from ...techniques.plan import Plan
-from ..target import resolve
+from ..target import build
+from ..tasks import ImageTask
 from ...trace.capture import Loss, check_trainable
 from .defaults import (Multipliers, base_name, learning_rate_at, recipe_for, rewiring_schedule)
 
@@ -45,6 +46,10 @@ class AnySettings:
         if not self.learning_rate > 0:
             raise InputError(f"learning rate {self.learning_rate:g} is not above 0")
 
+    def steps_per_epoch(self, task: Any) -> int:
+        """Minibatches of all there is to train on."""
+        raise NotImplementedError
+
     def as_dict(self) -> dict[str, Any]:
         """Plain values, the same after a round through JSON."""
         values = asdict(self)  # type: ignore[call-overload]
@@ -54,7 +59,7 @@ class AnySettings:
     def check_same(self, other: dict[str, Any]) -> None:
         """InputError if a run that began with `other` cannot go on with these."""
         mine = self.as_dict()
-        for name in mine.keys() | other.keys():
+        for name in {**mine, **other}:
             if mine.get(name) != other.get(name):
                 raise InputError(
                     f"the run has {name.replace('_', ' ')} {other.get(name)}, not {mine.get(name)}",
@@ -84,6 +89,8 @@ class Settings(AnySettings):
     evaluation_batch: int = 1000
     channels_last: bool = False
     tf32: bool = False
+    input: str | None = None
+    """Shape that images are brought to, "1x28x28"; None leaves them as they are."""
 
     def __post_init__(self) -> None:
         self.check_counts("epochs", "batch", "evaluate_every", "evaluation_batch")
@@ -93,6 +100,10 @@ class Settings(AnySettings):
         return learning_rate_at(
             epoch, self.epochs, self.learning_rate, self.drops, self.drop_factor
         )
+
+    def steps_per_epoch(self, task: ImageTask) -> int:
+        """Minibatches of all training images."""
+        return len(task.images) // self.batch
 
 
 def settings_for(
@@ -155,16 +166,21 @@ def tuned(plan: Plan, multipliers: Multipliers, updates: int, seed: int) -> Plan
     return replace(plan, sparsity=sparsity, precision=precision)
 
 
-def build_model(name: str, classes: int) -> tuple[nn.Module, Loss]:
+def build_model(name: str, classes: int, channels: int = 3) -> tuple[nn.Module, Loss]:
     """The model a run trains on images, and its loss, on the CPU; the caller seeds."""
     if ":" in name:
-        model = resolve(name, ["1x3x32x32"], real=True).model
+        model = build(name, classes=classes, channels=channels)
         check_trainable(model)
         return model, _loss_over(name, classes)
     known = builtin(name)
     if known.batch_unit != "images":
         raise InputError(f"{name} does not take images", hint="such as wrn-28-2")
-    return known.build(), known.loss
+    if channels != 3:
+        raise InputError(
+            f"{name} takes images of 3 channels, not {channels}",
+            hint="--input 3x32x32 repeats or averages them; or a model of yours",
+        )
+    return known.build(num_classes=classes), known.loss
 
 
 def _loss_over(name: str, classes: int) -> Loss:

@@ -6,13 +6,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
 
 import torch
+from torch import nn
 
 from ..decoding.beam import Search, translate
 from ...errors import InputError
-from ..models.dynamic_conv import DCTransformer
 from ...techniques.plan import Plan
 from ..records.run import read
 from ..tasks.bpe import Vocabulary
@@ -29,7 +28,7 @@ from .text_job import build_text_model
 class Translator:
     """A trained model with all it takes to translate words."""
 
-    model: DCTransformer
+    model: nn.Module
     encode: Encoder
     vocabulary: Vocabulary
     search: Search
@@ -41,7 +40,9 @@ class Translator:
         """One translation for each line; an empty one for an empty one."""
         words = [number for number, line in enumerate(lines) if line.split()]
         numbers = [self.encode(lines[number]) for number in words]
-        found = translate(self.model, numbers, self.search, device=self.device)
+        found = translate(
+            self.model, numbers, self.search, words=self.vocabulary.size, device=self.device
+        )
         made = [""] * len(lines)
         for number, translation in zip(words, found, strict=True):
             made[number] = joined(self.vocabulary.decode(translation))
@@ -84,5 +85,5 @@ def load_translator(
         settings["length_penalty"] if length_penalty is None else length_penalty,
     )
     return Translator(
-        cast(DCTransformer, model.eval()), Encoder(codes, source), target, search, device, averaged
+        model.eval(), Encoder(codes, source), target, search, device, averaged
     )

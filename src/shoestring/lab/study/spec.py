@@ -241,6 +241,8 @@ def _settings(given: Mapping[str, Any], kind: str, where: str, *, lists: bool = 
     real = _flat(own.get("stands_for", {}))
     kinds = {name: one for name, one in get_type_hints(Call).items() if name != "changes"}
     kinds |= {flag: kinds[argument] for flag, argument in FLAGS.items()}
+    if kind == "profile":  # shapes of whole inputs, where a training has that of one image
+        kinds["input"] = str | list[str]
     several = {name: or_list(one) for name, one in kinds.items()} if lists else kinds
     for settings, allowed in ((flat, several), (real, kinds)):
         flags = [n for n in settings if not n.startswith(tuple(f"{t}." for t in TECHNIQUES))]

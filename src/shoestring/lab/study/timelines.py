@@ -16,6 +16,8 @@ from ...techniques.plan import Plan
 from ..runs.defaults import RECIPES
 from ..runs.job import Job
 from ..target import resolve
+from ..tasks import IMAGES, SHAPE
+from ..tasks.images import image_shape
 
 MOST_INSTANTS = 3000
 """A longer timeline is thinned for the page: of neighbours the one with most bytes stays."""
@@ -31,9 +33,10 @@ def profiled(settings: Mapping[str, Any]) -> dict[str, Any]:
     name, batch = given.pop("model"), given.pop("batch", None)
     microbatch = given.pop("microbatch", None)
     inputs, loss = given.pop("input", ()), given.pop("loss", None)
-    if ":" in name and not inputs and data in RECIPES:  # trained on images of that data
+    if ":" in name and data in IMAGES:  # trained on images of that data
         batch = batch or RECIPES[data].batch
-        inputs, loss = [f"{batch}x3x32x32", f"{batch}:int64"], "shoestring.lab.models:image_loss"
+        shape = "x".join(map(str, image_shape(inputs) if inputs else SHAPE))
+        inputs, loss = [f"{batch}x{shape}", f"{batch}:int64"], "shoestring.lab.models:image_loss"
     target = resolve(
         name,
         [inputs] if isinstance(inputs, str) else inputs,
