@@ -77,6 +77,7 @@ def exhaustive(model, source, penalty):
     return best
 
 
+@pytest.mark.slow
 def test_a_wide_beam_finds_what_trying_everything_finds():
     lengths = set()
     for seed, penalty in itertools.product((0, 1), (0.0, 1.0, 2.0)):

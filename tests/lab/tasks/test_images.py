@@ -151,9 +151,10 @@ def test_in_place_every_batch_lies_where_the_last_one_did(channels_last):
         assert all(a.equal(b) for a, b in zip(again, plain.batch(epoch, number), strict=True))
 
 
-def compare_kernels():
+def compare_kernels(few=False):
     """Crops by Triton's kernel against PyTorch's functions, on the CPU."""
-    cases = itertools.product((0, 1, 4), (True, False), (True, False))
+    paddings = (1,) if few else (0, 1, 4)
+    cases = itertools.product(paddings, (True, False), (True, False))
     for number, (padding, flip, channels_last) in enumerate(cases):
         of = task(padding=padding, flip=flip)
         for dtype in (torch.float32, torch.float16):
@@ -170,6 +171,7 @@ def compare_kernels():
                 torch.testing.assert_close(images, expected)
 
 
+@pytest.mark.slow
 def test_the_kernel_makes_the_same_crops():
     run_interpreted(__file__, "compare_kernels()")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 import torch
 from torch import nn
@@ -56,10 +58,10 @@ def give_gradients(update: Update, number: int) -> None:
         parameters_of(update)[2].grad[7, 7] = torch.inf
 
 
-def compare(device: str) -> None:
+def compare(device: str, names: Iterable[str] = SETTINGS) -> None:
     """Four updates each way: the same random bits, so all but the last bit is the same."""
     seen_by = module.on_cuda
-    for name in SETTINGS:
+    for name in names:
         cases = [(torch.float16, True), (torch.bfloat16, True)]
         if name.startswith("adam"):  # SGD's is PyTorch's own fused kernel
             cases.append((torch.float16, False))
@@ -101,6 +103,7 @@ def check(found: Update, wanted: Update, dtype: torch.dtype, case: str) -> None:
                 assert far.max() < 5 and others <= max(1, 0.01 * far.numel()), found_here
 
 
+@pytest.mark.slow
 def test_in_the_interpreter() -> None:
     run_interpreted(__file__, "compare('cpu')")
 

@@ -123,6 +123,7 @@ def scatter(values: torch.Tensor, index: torch.Tensor, shape: Sequence[int]) -> 
         dense[place].masked_scatter_(mask, values[done:])
         if place.stop < dense.numel() and not is_fake(mask):
             done += int(mask.sum())
+        del mask  # before the next one is made
     return dense.view(shape)
 
 
@@ -140,4 +141,5 @@ def gather(dense: torch.Tensor, index: torch.Tensor, nonzeros: int) -> torch.Ten
             found = flat[place].masked_select(mask)
         values[done : done + found.numel()] = found
         done += found.numel()
+        del mask, found  # before the next ones are made
     return values
