@@ -16,7 +16,7 @@ import pytest
 from shoestring import __version__
 from shoestring.cli.main import main
 
-SOURCE = Path(__file__).parents[1] / "src"
+SOURCE = Path(__file__).parents[2] / "src"
 KEYS = """
     model_bytes gradient_bytes optimizer_state_bytes forward_activation_bytes
     backward_activation_bytes transient_bytes peak_bytes forward_flops backward_flops

@@ -242,7 +242,7 @@ LIMITED = """
     import resource, sys, warnings
     import torch
     import shoestring as ss
-    from shoestring.memory.measure import training_step
+    from shoestring.memory.live.measure import training_step
     from shoestring.lab.models import builtin
 
     # Large blocks come from the kernel and go back to it, so the limit counts what is live.

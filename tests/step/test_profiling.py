@@ -19,7 +19,7 @@ import shoestring as ss
 from shoestring.errors import InputError
 from shoestring.lab.models import builtin
 
-SOURCE = Path(__file__).parents[1] / "src"
+SOURCE = Path(__file__).parents[2] / "src"
 BATCH = 8
 
 

@@ -17,7 +17,7 @@ from shoestring.lab.runs import snapshot
 from shoestring.verification.certificate import relative_error
 from shoestring.lab.runs.command import Call, start
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CALL = Call(
     model="wrn-10-0.5", data="digits", epochs=1, batch=24, microbatch=6, learning_rate=0.02,
     device="cpu",

@@ -17,7 +17,7 @@ from shoestring.lab.study.statistics import Sample
 from tiers import slow_but
 
 pytest.importorskip("matplotlib")
-PAPER = Path(__file__).parents[2] / "studies" / "paper"
+PAPER = Path(__file__).parents[3] / "studies" / "paper"
 
 
 def canvas(found, draw=figures._lines):
