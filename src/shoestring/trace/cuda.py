@@ -4,6 +4,16 @@ A machine without CUDA cannot run fake CUDA tensors backward, but autograd and t
 of CUDA's own operators are there: each function below is replaced by the operator PyTorch would
 choose on the GPU, so a trace made anywhere has the saves and temporaries of a CUDA step. Two
 operators of recurrent layers have no shape function; theirs are written here.
+
+    model code          F.dropout(x)                  a call of PyTorch's function
+      │ _Functions      → native_dropout(x)           what CUDA would call instead (`_REPLACED`)
+    autograd            notes the node of native_dropout: it saves a mask of bytes
+      │ _Shapes         results as on CUDA            layouts, statistics, sums in place
+    fake tensors        shapes and storages, on the CPU
+
+`_Functions` works above autograd, so that the right tensors are saved; `_Shapes` below it, in both
+passes. `_open_functions` lets `_Functions` see the calls that PyTorch's own Python functions make
+inside (`F.multi_head_attention_forward` calls `scaled_dot_product_attention`).
 """
 
 from __future__ import annotations

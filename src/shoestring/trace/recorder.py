@@ -2,6 +2,23 @@
 
 The same recorder serves the prediction (fake tensors) and the CPU measurement (real ones): it sees
 what the dispatcher sees, below autograd, and learns of a storage's end from a weak reference.
+
+Three lists grow while the step runs:
+
+    ops         every operation: what it reads and writes, in which module and phase
+    storages    every piece of memory: bytes, between which operations it was alive
+    values      every content of a storage: writing in place makes a new value of the same storage
+
+Example, the update `buffer.mul_(0.9).add_(gradient); weight.add_(buffer)`:
+
+    op       reads            writes          storage of buffer    storage of weight
+    mul_     buffer  (v12)    buffer (v15)    v12 → v15            v0
+    add_     v15, gradient    buffer (v16)    v15 → v16            v0
+    add_     weight (v0), v16 weight (v18)    v16                  v0 → v18
+
+A view is no new value: it reads its storage's. Autograd tells which forward operation a backward
+one belongs to: every node has a number, and the recorder notes the operation that ran when the
+node was made. `capture.py` freezes the lists into a `Trace`.
 """
 
 from __future__ import annotations

@@ -2,6 +2,17 @@
 
 Fake tensors hold nothing, and models ask: whether a mask masks anything, whether a row is one
 sequence. The answer is worked out when it is asked for, by the same operations on real tensors.
+
+Example, `if (mask == 0).any(): …` on a fake copy of the batch's mask:
+
+    fake mask                 origin: the batch's own mask, real whole numbers      `stand_for`
+    fake == 0                 origin: eq(origin of mask, 0)                         `run`
+    any                       origin: any(origin of ==)                             `run`
+    bool(…)                   a question: `made()` runs eq and any on the real mask `run`
+
+Nothing real is computed before the question. A tensor that follows from a float, from random
+numbers, or that was changed in place since, has no origin, and asking about it fails as it does
+for any fake tensor.
 """
 
 from __future__ import annotations

@@ -8,6 +8,20 @@ read.
 
 Saved-tensor hooks do not chain, so tensors that are kept go through the hooks that were in force
 outside, which is how recipes work inside of a region.
+
+Example, `y = conv(relu(bn(x)))` where batch_norm and relu are chosen:
+
+    forward                   noted                         autograd saves          kept in memory
+    a = batch_norm(x, …)      a: batch_norm of x            x                       x
+    b = relu(a)               b: relu of (a: …)             b → recipe of b         -
+    y = conv(b, w)            -                             b → recipe of b, w      w
+    backward
+    conv asks for b           runs batch_norm(x), relu: b is there again, one reader is left
+    relu asks for b           the same b; no reader is left, so it goes
+
+Words: a `_Recipe` makes one output; a `_View` reads it as a saved tensor has it (shape, strides); a
+`_Kept` is a tensor that recipes start from (x); a `_Saved` one that autograd keeps as it is (w). A
+tensor changed in place after it was noted is no longer what its recipe makes, and is kept.
 """
 
 from __future__ import annotations

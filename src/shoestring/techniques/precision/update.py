@@ -6,6 +6,22 @@ momentum or AMSGrad are PyTorch's, settings are read from `param_groups` at ever
 state is in `optimizer.state`. On CUDA, SGD and Adam need no copies: SGD's fused kernel computes in
 FP32 on FP16 tensors (the CPU's leaves most of them untouched, pytorch#191763), and where numbers
 are scaled or rounded at random, the kernels are ours.
+
+One update, from the three ways the one that can:
+
+    look for infinities in the gradients (FP16)  →  skip, on the device
+      1 SGD, nearest, on CUDA     `_can_fuse`       one fused kernel over all parameters
+      2 usual settings on CUDA    `_has_kernels`    `fused.py`: in place, each piece where it lies
+      3 otherwise                 `_update`         block by block:
+
+         16 bits                       FP32, one block at a time (at most 1/16 of the model)
+         parameter ── gather ──►  wide ───────┐
+         gradient  ── gather ──►  · 1/scale ──┼─► reference optimizer .step() on this block alone
+         moments   ── read ────►  · 2^-e, x² ─┘        │
+         parameter ◄── round, unless skip ─────────────┤
+         moments   ◄── √x, · 2^e, round, unless skip ──┘
+
+    move the loss scale
 """
 
 from __future__ import annotations
