@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from interpreter import run_interpreted
 from shoestring.step.apply import Step, apply
 from shoestring.techniques import Checkpointing, Microbatching, Precision, batch_norm
-from shoestring.techniques.batch_norm import Settings, inner, normalise, statistics
+from shoestring.techniques.batch_norm import NormSettings, inner, normalise, statistics
 
 BESIDE = {4: torch.channels_last, 5: torch.channels_last_3d}
 NORMS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
@@ -61,7 +61,7 @@ def compare(device: str, most: int | None = None) -> None:
             bias = plain.bias.detach().clone().requires_grad_()
             ours = x.clone().requires_grad_()
             batch = statistics(ours, (mean, var, counter))
-            settings = Settings(0.1, plain.eps, rectify)
+            settings = NormSettings(0.1, plain.eps, rectify)
             out = normalise(ours, weight, bias, batch, settings)
             out.backward(grad)
             plain.double()
@@ -89,7 +89,7 @@ def compare_not_a_number(device: str) -> None:
     x.requires_grad_()
     one = torch.ones(2, device=device)
     running = one.clone(), one.clone(), torch.zeros((), dtype=torch.int64, device=device)
-    out = normalise(x, one, one, statistics(x, running), Settings(0.1, 1e-5, True))
+    out = normalise(x, one, one, statistics(x, running), NormSettings(0.1, 1e-5, True))
     out.sum().backward()
     for made in (out, x.grad):
         assert made[:, 0].isfinite().all() and made[:, 1].isnan().all()
@@ -98,7 +98,7 @@ def compare_not_a_number(device: str) -> None:
 def compare_groups(device: str, *, small: bool = False) -> None:
     """Three groups at once against one after the other."""
     torch.manual_seed(1)
-    settings = Settings(0.1, 1e-5, True)
+    settings = NormSettings(0.1, 1e-5, True)
     plain, beside = torch.contiguous_format, torch.channels_last
     shapes = [((12, 7), plain), ((6, 5, 7), plain), ((6, 3, 7, 12), plain)]
     shapes += [((6, 9, 4, 4), beside)] if small else [((6, 140, 2, 2), beside)]

@@ -9,13 +9,13 @@ from torch import nn
 from shoestring import Checkpointing, Microbatching, Plan, Precision, Sparsity
 from shoestring.lab.models import builtin
 from shoestring.step import predict
-from shoestring.trace.passes import memory_alone, passes
+from shoestring.trace.passes import passes, peak_only
 from tiers import slow_but
 
 
-def test_all_of_a_loop_but_where_memory_alone_is_asked_for():
+def test_all_of_a_loop_but_where_peak_only_is_asked_for():
     assert [*passes(range(5))] == [0, 1, 2, 3, 4]
-    with memory_alone(), memory_alone():
+    with peak_only(), peak_only():
         assert [*passes(range(5))] == [0, 4]
         assert [*passes(range(2))] == [0, 1] and [*passes(range(0))] == []
     assert [*passes(range(5))] == [0, 1, 2, 3, 4]
@@ -48,5 +48,5 @@ def test_a_predicted_peak_is_that_of_all_passes(made, monkeypatch):
         ).peak_bytes
 
     short = predicted()
-    monkeypatch.setattr(predict, "memory_alone", nullcontext)
+    monkeypatch.setattr(predict, "peak_only", nullcontext)
     assert predicted() == short

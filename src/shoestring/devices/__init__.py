@@ -21,7 +21,7 @@ REFERENCE = "NVIDIA H200"
 
 
 @dataclass(frozen=True)
-class Rates:
+class DeviceRates:
     """How fast a device is; nominal numbers that order plans, none is reported."""
 
     source: str
@@ -71,7 +71,7 @@ class Gpu:
     recurrent_table: str
     recurrent_fits: Mapping[int, RecurrentFit]
     """By cuDNN's mode: 1 tanh, 2 LSTM, 3 GRU."""
-    rates: Rates
+    rates: DeviceRates
 
 
 def gpu() -> Gpu:
@@ -85,7 +85,7 @@ def reference_gpu() -> Gpu:
 
 
 @cache
-def cpu_rates() -> Rates:
+def cpu_rates() -> DeviceRates:
     """Of the CPU that stands for all."""
     return _rates(_read("cpu.toml")["rates"])
 
@@ -121,8 +121,8 @@ def _read(name: str) -> dict[str, Any]:
     return tomllib.loads((files(__package__) / name).read_text(encoding="utf-8"))
 
 
-def _rates(facts: dict[str, Any]) -> Rates:
-    return Rates(**facts)
+def _rates(facts: dict[str, Any]) -> DeviceRates:
+    return DeviceRates(**facts)
 
 
 def _fit(facts: dict[str, Any]) -> RecurrentFit:

@@ -17,7 +17,7 @@ from functools import lru_cache
 import torch
 import torch.nn.functional as F
 
-from ..devices import Rates, cpu_rates, gpu, reference_gpu
+from ..devices import DeviceRates, cpu_rates, gpu, reference_gpu
 from .stages import Work
 
 _KINDS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -60,7 +60,7 @@ class Costs:
         return max(self.seconds(work, precision), work.launches * self.seconds_per_launch)
 
 
-def _nominal(device: str, rates: Rates) -> Costs:
+def _nominal(device: str, rates: DeviceRates) -> Costs:
     return Costs(
         device,
         rates.flops_per_second,

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..techniques.checkpointing.draws import Places, followed_by
+from ..techniques.checkpointing.draws import RngReplay, observed_by
 from ..torch_private.cuda_memory import clear_cublas_workspaces, end_allocate_to_pool, release_pool
 from ..trace.batches import map_tensors, tensors_of
 
@@ -124,11 +124,11 @@ class _Randomness:
         So the state of the process is in no graph, and a capture that fails leaves it usable.
         """
         outside = self._default.graphsafe_get_state()
-        places = Places(self._again, self._drawing_from)
+        places = RngReplay(self._again, self._drawing_from)
         self._drawing = [self._own]
         self._default.graphsafe_set_state(self._own)
         try:
-            with followed_by(places):
+            with observed_by(places):
                 yield
         finally:
             self._default.graphsafe_set_state(outside)

@@ -17,7 +17,7 @@ from ..torch_private.fake_tensors import FakeTensorMode
 from ..trace.capture import Loss, named_failures
 from ..trace.fakes import fake_batch, fake_model, make_optimizer, same_random_streams
 from ..trace.outside import Outside
-from ..trace.passes import memory_alone
+from ..trace.passes import peak_only
 from .apply import apply
 from .trace_step import capture_step
 
@@ -38,7 +38,7 @@ def predict_step(
     """
     chosen = Plan.of(plan.techniques if isinstance(plan, Plan) else plan)  # without a budget
     if device == "cuda":
-        with memory_alone():
+        with peak_only():
             trace = capture_step(
                 chosen, model, batch, loss=loss, optimizer=optimizer, device=device
             )
@@ -50,7 +50,7 @@ def predict_step(
         data = fake_batch(batch, mode)
         twin_optimizer = make_optimizer(optimizer, twin, mapping)
         assert twin_optimizer is not None
-        with named_failures(), mode, Outside(mode), memory_alone():
+        with named_failures(), mode, Outside(mode), peak_only():
             step = apply(chosen, twin, twin_optimizer, loss=loss)
             step.measure(data)  # makes the state; not step(data), which cannot read step counts
             return step.measure(data)

@@ -11,8 +11,8 @@ from torch import nn
 
 from shoestring.kernels.rounding import Noise
 from shoestring.techniques import Precision
-from shoestring.techniques.precision.blocks import Block, Piece, blocks, cut, gather
-from shoestring.techniques.precision.moments import Storage, power_of_two
+from shoestring.techniques.precision.blocks import Piece, UpdateBlock, blocks, cut, gather
+from shoestring.techniques.precision.moments import MomentStorage, power_of_two
 from shoestring.techniques.precision.update import Update
 from techniques.precision.precision_helpers import OPTIMIZERS, make_step
 
@@ -53,10 +53,10 @@ class Stored:
 
     def __init__(self, key: str, count: int) -> None:
         self.key, self.state = key, {}
-        self.storage = Storage(Noise(torch.device("cpu"), 0), scaled=True)
+        self.storage = MomentStorage(Noise(torch.device("cpu"), 0), scaled=True)
         like = torch.zeros(count, dtype=torch.float16)
         self.storage.make(self.state, key, like, 1)
-        self.block = Block({}, (key,), [Piece(like, ..., 0, True)])
+        self.block = UpdateBlock({}, (key,), [Piece(like, ..., 0, True)])
 
     def write(self, value: torch.Tensor) -> None:
         wide = gather([value], torch.float32)

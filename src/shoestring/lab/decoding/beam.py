@@ -20,7 +20,7 @@ from ..models.dynamic_conv import DCTransformer
 from ..tasks.bpe import BEGIN, END, PADDING, Sentences
 from ..tasks.token_batches import by_length, source_in
 from .incremental import Incremental
-from .replay import Replay
+from .whole_prefixes import WholePrefixes
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Search:
         return 2 * source_length + 20
 
 
-class Decoder(Protocol):
+class DecodingState(Protocol):
     """The hypotheses of some sentences, one token at a time."""
 
     def step(self, tokens: Tensor) -> Tensor:
@@ -60,11 +60,11 @@ class Decoder(Protocol):
         ...
 
 
-def decoder_of(model: nn.Module, words: int | None) -> Callable[[Any, Tensor, int], Decoder]:
+def decoder_of(model: nn.Module, words: int | None) -> Callable[[Any, Tensor, int], DecodingState]:
     """With caches for our own model, without them for another."""
     if isinstance(model, DCTransformer):
         return Incremental
-    return partial(Replay, words=words)
+    return partial(WholePrefixes, words=words)
 
 
 @torch.no_grad()
@@ -72,7 +72,7 @@ def translate_batch(
     model: nn.Module,
     source: Tensor,
     search: Search,
-    decoder: Callable[[Any, Tensor, int], Decoder] = Incremental,
+    decoder: Callable[[Any, Tensor, int], DecodingState] = Incremental,
 ) -> list[tuple[list[int], float]]:
     """The best translation of each sentence, with its end, and its score."""
     state = _State(source, search)

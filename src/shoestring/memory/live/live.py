@@ -17,9 +17,9 @@ from torch import nn
 from ...torch_private.cuda_memory import record_history, snapshot
 from ...trace.graph import Phase
 from ..cuda.allocator import rounded
-from .history import Block, blocks_at_peak
+from .history import AllocatedBlock, blocks_at_peak
 from .names import Names, address, resident_names
-from .watch import Watch
+from .watch import OperationWatch
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def live_at_peak(
     try:
         before = snapshot()
         torch.cuda.reset_peak_memory_stats(device)
-        watch = Watch(
+        watch = OperationWatch(
             lambda: memory.memory_stats_as_nested_dict(device)["allocation"]["all"]["allocated"]
         )
 
@@ -153,7 +153,7 @@ def live_at_peak(
 
 
 def describe(
-    block: Block, watch: Watch, names: Names, gradients: Names, counted_at: int
+    block: AllocatedBlock, watch: OperationWatch, names: Names, gradients: Names, counted_at: int
 ) -> LiveBlock:
     """What a block is: by name where it has one, else by who asked for it and how long it lived."""
     ran = watch.of(block.born) if block.born >= 0 else None

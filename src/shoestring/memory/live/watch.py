@@ -34,7 +34,7 @@ class Ran:
     """Addresses of the storages it gave back; what else it took is its workspace."""
 
 
-class Watch(TorchDispatchMode):
+class OperationWatch(TorchDispatchMode):
     """Notes operations by the number of allocations before and after them.
 
     `allocations` counts those of the process; inside backward, an operation belongs to the module

@@ -152,7 +152,7 @@ class Recipes:
     def __enter__(self) -> Recipes:
         self._outer = active_saved_tensors_hooks()
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
-        self._watch = _Watch(self)
+        self._watch = _CallWatch(self)
         self._hooks.__enter__()
         self._watch.__enter__()
         return self
@@ -343,7 +343,7 @@ def _unpack(packed: _Saved | _View) -> torch.Tensor:
     return made
 
 
-class _Watch(TorchFunctionMode):
+class _CallWatch(TorchFunctionMode):
     def __init__(self, recipes: Recipes) -> None:
         super().__init__()
         self._recipes = recipes

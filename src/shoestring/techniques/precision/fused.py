@@ -14,7 +14,7 @@ import triton
 from ...kernels.rounding import DROPPED_BITS, Noise
 from ...kernels.update import BLOCK, sgd_kernel, tops_kernel, update_kernel
 from ...torch_private.kernels import foreach_add_, foreach_copy_
-from .blocks import Block, Piece
+from .blocks import Piece, UpdateBlock
 from .moments import SUFFIX, exponents_for
 from .scaling import LossScale
 
@@ -47,7 +47,12 @@ class _Task(NamedTuple):
 
 
 def sgd(
-    states: Any, blocks: list[Block], noise: Noise, scale: LossScale | None, *, stochastic: bool
+    states: Any,
+    blocks: list[UpdateBlock],
+    noise: Noise,
+    scale: LossScale | None,
+    *,
+    stochastic: bool,
 ) -> None:
     """One update of all blocks."""
     device, draws = noise.counter.device, 0
@@ -72,7 +77,12 @@ def sgd(
 
 
 def adam(
-    states: Any, blocks: list[Block], noise: Noise, scale: LossScale | None, *, stochastic: bool
+    states: Any,
+    blocks: list[UpdateBlock],
+    noise: Noise,
+    scale: LossScale | None,
+    *,
+    stochastic: bool,
 ) -> None:
     """One update of all blocks, and of their counters."""
     tasks, draws = _tasks(states, blocks, stochastic, unscale=scale is not None)
@@ -104,7 +114,7 @@ def adam(
 
 
 def _tasks(
-    states: Any, blocks: list[Block], stochastic: bool, *, unscale: bool
+    states: Any, blocks: list[UpdateBlock], stochastic: bool, *, unscale: bool
 ) -> tuple[list[_Task], int]:
     """In order, and how often they draw: a block as often as its copies would."""
     tasks, draws = [], 0
@@ -130,7 +140,7 @@ def _tasks(
     return tasks, draws
 
 
-def _corrections(states: Any, blocks: list[Block]) -> dict[torch.Tensor, torch.Tensor]:
+def _corrections(states: Any, blocks: list[UpdateBlock]) -> dict[torch.Tensor, torch.Tensor]:
     """Of each parameter, what the averages lack because they began at zero."""
     made: dict[torch.Tensor, torch.Tensor] = {}
     groups = {id(block.group): block.group for block in blocks}

@@ -16,7 +16,7 @@ import torch
 
 from ...kernels.rounding import Noise
 from ...torch_private.kernels import foreach_copy_, foreach_mul_, foreach_norm
-from .blocks import Block, Flat, gather
+from .blocks import Flat, UpdateBlock, gather
 
 SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta"})
 SUFFIX = "_exponent"
@@ -41,7 +41,7 @@ def is_moment(key: str, value: Any) -> bool:
     return floating and key not in COUNTERS
 
 
-class Storage:
+class MomentStorage:
     """Writes FP32 tensors into 16-bit ones, block by block, and reads them."""
 
     def __init__(self, noise: Noise | None, *, scaled: bool) -> None:
@@ -53,7 +53,7 @@ class Storage:
         if self.scaled and like.dtype is torch.float16:
             state[key + SUFFIX] = torch.zeros(pieces, dtype=like.dtype, device=like.device)
 
-    def read(self, block: Block, states: list[dict[str, Any]], key: str) -> Flat:
+    def read(self, block: UpdateBlock, states: list[dict[str, Any]], key: str) -> Flat:
         """The pieces of a block in FP32, a copy."""
         wide = gather(_pieces(block, states, key), torch.float32)
         if key + SUFFIX in states[0]:
@@ -65,7 +65,7 @@ class Storage:
 
     def write(
         self,
-        block: Block,
+        block: UpdateBlock,
         states: list[dict[str, Any]],
         key: str,
         wide: Flat,
@@ -101,11 +101,11 @@ def write(
     foreach_copy_(targets, wide.like(narrow))
 
 
-def _pieces(block: Block, states: list[dict[str, Any]], key: str) -> list[torch.Tensor]:
+def _pieces(block: UpdateBlock, states: list[dict[str, Any]], key: str) -> list[torch.Tensor]:
     return [state[key][piece.rows] for piece, state in zip(block.pieces, states, strict=True)]
 
 
-def _slots(block: Block, states: list[dict[str, Any]], key: str) -> list[torch.Tensor]:
+def _slots(block: UpdateBlock, states: list[dict[str, Any]], key: str) -> list[torch.Tensor]:
     """Where the exponents of a block's pieces are, each a view of one number."""
     return [
         state[key + SUFFIX][piece.index] for piece, state in zip(block.pieces, states, strict=True)

@@ -39,9 +39,9 @@ from ...torch_private.fake_tensors import FakeTensor
 from ...torch_private.kernels import foreach_mul_
 from ...trace.cuda import is_dense, on_cuda
 from ...trace.fakes import is_fake, readable
-from .blocks import Block, Piece, Rows, block_elements, blocks, cut, gather
+from .blocks import Piece, Rows, UpdateBlock, block_elements, blocks, cut, gather
 from .convert import cast
-from .moments import SUFFIX, Storage, is_moment, write
+from .moments import SUFFIX, MomentStorage, is_moment, write
 from .scaling import LossScale
 from .twin import fused_sgd, make_twin, single
 
@@ -73,7 +73,7 @@ class Update:
         self._noise = noise if stochastic else None
         # A momentum too small for FP16 moves no FP16 weight: lr · 6e-8 is under half its ulp.
         scaled = scaled_moments and not isinstance(optimizer, SGD)
-        self._storage = Storage(noise if scaled or stochastic else None, scaled=scaled)
+        self._storage = MomentStorage(noise if scaled or stochastic else None, scaled=scaled)
         held = [p for group in optimizer.param_groups for p in group["params"]]
         self._elements = block_elements(sum(p.numel() for p in held))
         self._elementwise = type(optimizer) in ELEMENTWISE
@@ -148,12 +148,12 @@ class Update:
         """
         if skip is not None and readable(skip) and bool(skip):
             return
-        block = Block(group, (), [Piece(parameter, ..., 0, True)])
+        block = UpdateBlock(group, (), [Piece(parameter, ..., 0, True)])
         (made,) = self._computed(block, [{}], skip, inverse, zero=True)
         self._optimizer.state[parameter] = self._stored(parameter, made)
 
     def _update(
-        self, block: Block, skip: torch.Tensor | None, inverse: torch.Tensor | None
+        self, block: UpdateBlock, skip: torch.Tensor | None, inverse: torch.Tensor | None
     ) -> None:
         states = [self._optimizer.state[piece.parameter] for piece in block.pieces]
         read = {key: self._storage.read(block, states, key) for key in block.keys}
@@ -179,7 +179,7 @@ class Update:
 
     def _computed(
         self,
-        block: Block,
+        block: UpdateBlock,
         given: list[dict[str, Any]],
         skip: torch.Tensor | None,
         inverse: torch.Tensor | None,
@@ -208,7 +208,7 @@ class Update:
     def _rows(self, parameter: torch.Tensor) -> list[Rows]:
         return cut(parameter, self._elements) if self._elementwise else [...]
 
-    def _blocks(self, work: Work) -> list[Block]:
+    def _blocks(self, work: Work) -> list[UpdateBlock]:
         listed = []
         for group, parameter in work:
             state = self._optimizer.state[parameter]
@@ -306,7 +306,7 @@ class Update:
                 rows = self._rows(parameter)
                 self._storage.make(made, key, parameter.detach(), len(rows))
                 for index, part in enumerate(rows):
-                    block = Block({}, (key,), [Piece(parameter, part, index, True)])
+                    block = UpdateBlock({}, (key,), [Piece(parameter, part, index, True)])
                     wide = gather([value[part]], torch.float32)
                     self._storage.write(block, [made], key, wide, None)
         return made

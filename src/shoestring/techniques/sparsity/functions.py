@@ -21,7 +21,7 @@ from .tensor import SparseTensor
 Gradient = torch.Tensor | None
 
 
-class Settings(NamedTuple):
+class ConvolutionSettings(NamedTuple):
     """What a convolution is told, in the order of `torch.convolution`."""
 
     stride: tuple[int, ...]
@@ -124,7 +124,7 @@ class Convolution(_PackedFirst):
         values: torch.Tensor,
         bias: torch.Tensor | None,
         weight: SparseTensor,
-        settings: Settings,
+        settings: ConvolutionSettings,
         dtype: torch.dtype,
     ) -> torch.Tensor:
         """Scatter, convolve, drop."""

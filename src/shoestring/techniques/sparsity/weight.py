@@ -16,7 +16,7 @@ from ...errors import InputError
 from ...torch_private.autograd import DisableTorchFunctionSubclass
 from ...torch_private.dispatch import make_wrapper_subclass
 from ...torch_private.trees import tree_map
-from .functions import Convolution, Dense, Embedding, Linear, Settings
+from .functions import Convolution, ConvolutionSettings, Dense, Embedding, Linear
 from .tensor import SparseTensor
 
 
@@ -162,7 +162,7 @@ def _each(value: Any, dims: int) -> tuple[int, ...]:
 
 
 def _convolve(
-    dims: int, x: Any, weight: Any, bias: Any, settings: Callable[[int], Settings]
+    dims: int, x: Any, weight: Any, bias: Any, settings: Callable[[int], ConvolutionSettings]
 ) -> Any:
     operands = _operands(x, weight, bias)
     if operands is None:
@@ -192,7 +192,7 @@ def _convolution(dims: int) -> Callable[..., Any]:
             input,
             weight,
             bias,
-            lambda d: Settings(
+            lambda d: ConvolutionSettings(
                 _each(stride, d), _each(padding, d), _each(dilation, d), False, (0,) * d, groups
             ),
         )
@@ -228,7 +228,7 @@ def _transposed_convolution(dims: int) -> Callable[..., Any]:
             input,
             weight,
             bias,
-            lambda d: Settings(
+            lambda d: ConvolutionSettings(
                 _each(stride, d),
                 _each(padding, d),
                 _each(dilation, d),

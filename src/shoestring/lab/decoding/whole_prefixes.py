@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 
-class Replay:
+class WholePrefixes:
     """As `Incremental`, for a model that is called as `model(source, target)` and gives scores.
 
     `words` is the size of the vocabulary; a model may score more of them, which are left out.
