@@ -1,3 +1,3 @@
-"""The version, for the package, its records and the command line."""
+"""The version, where everything can import it."""
 
 __version__ = "0.1.0"

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from ..devices import DeviceRates, cpu_rates, gpu, reference_gpu
-from .stages import Work
+from ..memory.work import Work
 
 _KINDS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 

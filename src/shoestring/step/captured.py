@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..techniques.checkpointing.draws import RngReplay, observed_by
+from ..techniques.draws import RngReplay, observed_by
 from ..torch_private.cuda_memory import clear_cublas_workspaces, end_allocate_to_pool, release_pool
 from ..trace.batches import map_tensors, tensors_of
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Any
 
 import torch
 
 from ..errors import VerificationError
+from ..techniques.claims import Level
 from ..techniques.plan import Plan
 from ..units import format_size
 
@@ -28,16 +28,6 @@ PEAK_TOLERANCE = 0.02
 SMALL_TENSOR = 1e-2
 """A tensor is compared at least on this fraction of the largest one's scale: a gradient that is
 zero but for rounding (of a bias before BatchNorm) has no scale of its own."""
-
-
-class Level(IntEnum):
-    """How close planned training is to plain training, as claimed or as found."""
-
-    NONE = 0
-    EQUAL = 1
-    ROUNDING = 2
-    NEAR = 3
-    LOSSY = 4
 
 
 _CLAIMED = {

@@ -13,7 +13,7 @@ from shoestring.kernels.rounding import Noise
 from shoestring.techniques import Precision
 from shoestring.techniques.precision.blocks import Piece, UpdateBlock, blocks, cut, gather
 from shoestring.techniques.precision.moments import MomentStorage, power_of_two
-from shoestring.techniques.precision.update import Update
+from shoestring.techniques.precision.update import NarrowUpdate
 from techniques.precision.precision_helpers import OPTIMIZERS, make_step
 
 torch.set_num_threads(1)
@@ -22,8 +22,8 @@ torch.set_num_threads(1)
 def path_of(monkeypatch: Any, kind: str, *, scaled: bool = True) -> torch.Tensor:
     """Weights over 60 steps of Adam under gradients of about 1e-4, whose squares FP16 lacks."""
     if not scaled:
-        plain = functools.partial(Update, scaled_moments=False)
-        monkeypatch.setattr("shoestring.techniques.precision.Update", plain)
+        plain = functools.partial(NarrowUpdate, scaled_moments=False)
+        monkeypatch.setattr("shoestring.techniques.precision.NarrowUpdate", plain)
     torch.manual_seed(0)
     model = nn.Linear(256, 1, bias=False)
     model.weight.data.zero_()

@@ -16,7 +16,6 @@ from ...step.group import rank, ranks
 from .settings import Settings, build_model
 from ...step.shares import Parallel, cut_evenly, shares_of
 
-_TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class ImageJob:
@@ -41,14 +40,13 @@ class ImageJob:
             shares = shares_of(settings.batch, self.parallel, settings.plan)
         self._most = max(stop - start for start, stop in shares)
         self._layout = torch.channels_last if settings.channels_last else torch.preserve_format
-        kind = "fp32" if settings.plan.precision is None else settings.plan.precision.kind
         self.feed = Feed(
             task,
             settings.batch,
             seed=settings.seed,
             share=shares[rank()],
             device=device,
-            dtype=_TYPES[kind],
+            dtype=settings.plan.input_dtype,
             channels_last=settings.channels_last,
             in_place=device.type == "cuda",
             device_limit_bytes=device_limit_bytes,

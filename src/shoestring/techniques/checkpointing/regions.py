@@ -21,8 +21,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...torch_private.trees import tree_flatten, tree_unflatten
+from ..draws import observer
 from .caches import refuse_caches
-from .draws import observer
 
 
 def region(run: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
