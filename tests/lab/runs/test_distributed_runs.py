@@ -19,8 +19,8 @@ from shoestring.lab.runs.command import Call, start
 
 ROOT = Path(__file__).parents[3]
 CALL = Call(
-    model="wrn-10-0.5", data="digits", epochs=1, batch=24, microbatch=6, learning_rate=0.02,
-    device="cpu",
+    model="wrn-10-0.5", data="digits", epochs=1, batch=24, techniques={"microbatch": 6},
+    learning_rate=0.02, device="cpu",
 )  # fmt: skip
 """Few updates of it, at a small rate: rounding grows up to tenfold with every one."""
 FLAGS = ("wrn-10-0.5", "--data", "digits", "--epochs", "1", "--batch", "24", "--microbatch", "6")
