@@ -64,7 +64,7 @@ def train(
             "--set", help="Another setting, 'sparsity.fraction_multiplier=2'; repeatable."
         ),
     ] = None,
-    epochs: Annotated[int | None, typer.Option(help="By default the recipe's.")] = None,
+    epochs: Annotated[int | None, typer.Option(help="By default that of the data.")] = None,
     updates: Annotated[
         int | None, typer.Option(help="Length of a training on text, in place of epochs.")
     ] = None,
@@ -73,7 +73,9 @@ def train(
         float | None, typer.Option(help="The largest learning rate; by default tuned.")
     ] = None,
     warmup: Annotated[int | None, typer.Option(help="Text: updates of rising rates.")] = None,
-    dropout: Annotated[float | None, typer.Option(help="Text: by default the recipe's.")] = None,
+    dropout: Annotated[
+        float | None, typer.Option(help="Text: by default that of the data.")
+    ] = None,
     average: Annotated[
         int | None, typer.Option(help="Text: last epochs whose weights are averaged.")
     ] = None,

@@ -24,7 +24,7 @@ from .whole_prefixes import WholePrefixes
 
 
 @dataclass(frozen=True)
-class Search:
+class BeamSearch:
     """How translations are looked for."""
 
     beam: int = 4
@@ -71,7 +71,7 @@ def decoder_of(model: nn.Module, words: int | None) -> Callable[[Any, Tensor, in
 def translate_batch(
     model: nn.Module,
     source: Tensor,
-    search: Search,
+    search: BeamSearch,
     decoder: Callable[[Any, Tensor, int], DecodingState] = Incremental,
 ) -> list[tuple[list[int], float]]:
     """The best translation of each sentence, with its end, and its score."""
@@ -90,7 +90,7 @@ def translate_batch(
 class _State:
     """All hypotheses of the sentences that are not done."""
 
-    def __init__(self, source: Tensor, search: Search) -> None:
+    def __init__(self, source: Tensor, search: BeamSearch) -> None:
         count, device = len(source), source.device
         self._search = search
         lengths = (source != PADDING).sum(1)
@@ -163,7 +163,7 @@ class _State:
 def translate(
     model: nn.Module,
     sentences: Sentences | Sequence[Sequence[int]],
-    search: Search,
+    search: BeamSearch,
     *,
     words: int | None = None,
     tokens: int = 4000,

@@ -15,7 +15,7 @@ from ...techniques.plan import Plan
 from ..target import build
 from ..tasks import ImageTask
 from ...trace.capture import Loss, check_trainable
-from .defaults import (Multipliers, base_name, learning_rate_at, recipe_for, rewiring_schedule)
+from .defaults import (Multipliers, base_name, learning_rate_at, defaults_for, rewiring_schedule)
 
 
 def check_seed(seed: int) -> None:
@@ -68,7 +68,7 @@ class AnySettings:
 
 
 @dataclass(frozen=True)
-class Settings(AnySettings):
+class ImageSettings(AnySettings):
     """A model, its data, how it is trained, and under which plan."""
 
     model: str
@@ -118,32 +118,32 @@ def settings_for(
     learning_rate: float | None = None,
     seed: int = 0,
     **others: Any,
-) -> Settings:
-    """Fill in what is not given from the recipe of the data: report, Appendix B.
+) -> ImageSettings:
+    """Fill in what is not given from the defaults of the data: report, Appendix B.
 
     The learning rate is the one the report tuned for the density. With `tune` the plan gets the
     rewiring it tuned, over the run's number of updates, and the run's seed; otherwise it is taken
     as it is. `images` is the number there is to train on.
     """
-    recipe = recipe_for(data)
-    epochs = recipe.epochs if epochs is None else epochs
-    batch = recipe.batch if batch is None else batch
-    multipliers = recipe.multipliers(base_name(model), density_of(plan))
+    defaults = defaults_for(data)
+    epochs = defaults.epochs if epochs is None else epochs
+    batch = defaults.batch if batch is None else batch
+    multipliers = defaults.multipliers(base_name(model), density_of(plan))
     if tune:
         plan = tuned(plan, multipliers, epochs * (images // max(batch, 1)), seed)
     if learning_rate is None:
-        learning_rate = recipe.learning_rate * multipliers.learning_rate
-    return Settings(
+        learning_rate = defaults.learning_rate * multipliers.learning_rate
+    return ImageSettings(
         model=model,
         data=data,
         plan=plan,
         epochs=epochs,
         batch=batch,
         learning_rate=learning_rate,
-        drops=recipe.drops,
-        drop_factor=recipe.drop_factor,
-        momentum=recipe.momentum,
-        weight_decay=recipe.weight_decay,
+        drops=defaults.drops,
+        drop_factor=defaults.drop_factor,
+        momentum=defaults.momentum,
+        weight_decay=defaults.weight_decay,
         seed=seed,
         **others,
     )

@@ -10,14 +10,14 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ..decoding.beam import Search, translate
+from ..decoding.beam import BeamSearch, translate
 from ...errors import InputError
 from ...techniques.plan import Plan
 from ..records.run import read
 from ..tasks.bpe import Vocabulary
 from ..tasks.corpus import joined
 from ..tasks.prepared import read_vocabularies
-from ..tasks.text import Encoder
+from ..tasks.text import TextEncoder
 from . import snapshot
 from ...step.apply import apply
 from .average import mean_of_files
@@ -29,9 +29,9 @@ class Translator:
     """A trained model with all it takes to translate words."""
 
     model: nn.Module
-    encode: Encoder
+    encode: TextEncoder
     vocabulary: Vocabulary
-    search: Search
+    search: BeamSearch
     device: torch.device
     averaged: int
     """Ends of epochs whose weights it has the mean of; 0: it has the newest snapshot's."""
@@ -81,10 +81,10 @@ def load_translator(
             raise InputError(f"{folder} has no snapshot yet")
         weights, averaged = state["step"]["model"], 0
     model.load_state_dict(weights)
-    search = Search(
+    search = BeamSearch(
         settings["beam"] if beam is None else beam,
         settings["length_penalty"] if length_penalty is None else length_penalty,
     )
     return Translator(
-        model.eval(), Encoder(codes, source), target, search, device, averaged
+        model.eval(), TextEncoder(codes, source), target, search, device, averaged
     )

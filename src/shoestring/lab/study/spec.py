@@ -60,7 +60,7 @@ _FIGURE = {
 
 
 @dataclass(frozen=True)
-class Search:
+class StudySearch:
     """Settings to be chosen on the validation split, for each of several settings apart."""
 
     over: Mapping[str, list[Any]]
@@ -74,7 +74,7 @@ class Search:
 
 
 @dataclass(frozen=True)
-class Target:
+class StudyTarget:
     """What somebody else found: where the settings are these, the quantities were those.
 
     A quantity behind `max_` or `min_` is a bound. Those of a search are settings: what it chose.
@@ -114,10 +114,10 @@ class Study:
     score_label: str
     base: Mapping[str, Any]
     grids: tuple[Mapping[str, Any], ...]
-    searches: tuple[Search, ...]
+    searches: tuple[StudySearch, ...]
     baseline: Mapping[str, Any] | None
     """The row that reductions and losses are relative to."""
-    targets: tuple[Target, ...]
+    targets: tuple[StudyTarget, ...]
     figures: tuple[Figure, ...]
     columns: tuple[str, ...] | None
     """Of the table; by default what the runs have."""
@@ -200,7 +200,7 @@ def from_values(given: Values, text: str, name: str) -> Study:
 
 
 def _check_one_source(
-    given: Values, base: Values, grids: tuple[Values, ...], searches: tuple[Search, ...]
+    given: Values, base: Values, grids: tuple[Values, ...], searches: tuple[StudySearch, ...]
 ) -> None:
     """InputError where one place sets what another one is to decide."""
     counts = any(n in table for table in (given, *given.get("search", [])) for n in _TRIALS)
@@ -270,7 +270,7 @@ def _flat(table: Mapping[str, Any], before: str = "") -> Values:
     return found
 
 
-def _search(given: Values, seeds: tuple[int, ...], settled: set[str]) -> Search:
+def _search(given: Values, seeds: tuple[int, ...], settled: set[str]) -> StudySearch:
     known(given, _SEARCH, "[[search]]")
     check(given, _SEARCH, "[[search]]")
     over = _settings(given.get("over", {}), "train", "search.over", lists=True)
@@ -279,7 +279,7 @@ def _search(given: Values, seeds: tuple[int, ...], settled: set[str]) -> Search:
     only = _flat(given.get("only", {}))
     named(given.get("per", ()), settled, "[[search]] per")
     named(only, settled, "[[search]] only")
-    return Search(
+    return StudySearch(
         over=over,
         per=tuple(given.get("per", ())),
         using=_settings(given.get("using", {}), "train", "search.using"),
@@ -288,7 +288,7 @@ def _search(given: Values, seeds: tuple[int, ...], settled: set[str]) -> Search:
     )
 
 
-def _target(given: Values, shown: set[str]) -> Target:
+def _target(given: Values, shown: set[str]) -> StudyTarget:
     check(given, {"where": dict}, "[[target]]")
     where = _flat(given.get("where", {}))
     named(where, shown, "[[target]] where")
@@ -296,7 +296,7 @@ def _target(given: Values, shown: set[str]) -> Target:
     check(found, {name: float for name in found if name not in shown}, "[[target]]")
     plain = (name.removeprefix("max_").removeprefix("min_") for name in found)
     named(plain, QUANTITIES | shown, "[[target]]", "quantity or setting")
-    return Target(where, found)
+    return StudyTarget(where, found)
 
 
 def _figures(given: list[Values], shown: set[str]) -> tuple[Figure, ...]:

@@ -12,7 +12,7 @@ from ...memory.model import MemoryProfile
 from ...memory.timeline import ROLES, Timeline
 from ...step.profiling import profile
 from ...techniques.registry import flags
-from ..runs.defaults import RECIPES
+from ..runs.defaults import IMAGE_DEFAULTS
 from ..runs.job import Job
 from ..target import at_once, flagged_plan, resolve
 from ..tasks import IMAGES, SHAPE
@@ -32,7 +32,7 @@ def profiled_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     plan = flagged_plan(name, {n: given.pop(n) for n in flags() if n in given}).changed(dotted)
     inputs, loss = given.pop("input", ()), given.pop("loss", None)
     if ":" in name and data in IMAGES:  # trained on images of that data
-        batch = batch or RECIPES[data].batch
+        batch = batch or IMAGE_DEFAULTS[data].batch
         shape = "x".join(map(str, image_shape(inputs) if inputs else SHAPE))
         inputs, loss = [f"{batch}x{shape}", f"{batch}:int64"], "shoestring.lab.models:image_loss"
     target = resolve(

@@ -144,7 +144,7 @@ def _generator(seed: int, *purpose: int) -> torch.Generator:
     return torch.Generator().manual_seed(int(state[0] >> np.uint64(1)))
 
 
-class Feed:
+class ImageFeed:
     """Batches of a task on a device: gathered, cropped, mirrored and normalised there.
 
     Every epoch draws its order, crops and flips on the CPU from (seed, epoch) alone: any batch of

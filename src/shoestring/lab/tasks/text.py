@@ -78,7 +78,7 @@ class TextTask:
         return replace(self, split=split)
 
 
-class Encoder:
+class TextEncoder:
     """Words → pieces → numbers."""
 
     def __init__(self, codes: str | None, vocabulary: Vocabulary) -> None:

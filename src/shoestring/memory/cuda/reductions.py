@@ -28,7 +28,7 @@ def _ceil(a: int, b: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Reduction:
+class _JoinedShape:
     """A reduction after neighbouring dimensions of one kind were joined."""
 
     inputs: int
@@ -40,7 +40,7 @@ class _Reduction:
     dimensions: int
 
 
-def _joined(shape: Sequence[int], dims: Iterable[int]) -> _Reduction:
+def _joined(shape: Sequence[int], dims: Iterable[int]) -> _JoinedShape:
     reduced = {d % len(shape) for d in dims} if shape else set()
     groups: list[tuple[bool, int]] = []
     for dim, extent in enumerate(shape):
@@ -54,7 +54,7 @@ def _joined(shape: Sequence[int], dims: Iterable[int]) -> _Reduction:
     inputs = prod(extent for kind, extent in groups if kind)
     outputs = prod(extent for kind, extent in groups if not kind)
     fast_reduced, fast_extent = groups[-1] if groups else (True, 1)
-    return _Reduction(inputs, outputs, fast_reduced, fast_extent, len(groups))
+    return _JoinedShape(inputs, outputs, fast_reduced, fast_extent, len(groups))
 
 
 def reduction_bytes(
