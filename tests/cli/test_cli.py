@@ -197,6 +197,7 @@ def test_without_arguments_help_is_shown(run: Run) -> None:
     assert "Usage" in ran.out + ran.err
 
 
+@pytest.mark.slow
 def test_profile_as_a_process() -> None:
     ran = run_process("profile", "wrn-28-2")
     assert ran.status == 0
@@ -230,6 +231,7 @@ def test_a_factory_that_imports_what_lies_beside_it(
     assert sys.path == before
 
 
+@pytest.mark.slow
 def test_a_setting_without_effect_warns_on_stderr(factories: Path) -> None:
     code = "import torch\ndef build():\n    return torch.nn.BatchNorm1d(4)\n"
     (factories / "cli_only_norm.py").write_text(code)
@@ -319,6 +321,7 @@ def test_no_optimizer_has_no_state(run: Run) -> None:
     assert data["gradient_bytes"] == data["model_bytes"] > 0
 
 
+@pytest.mark.slow
 def test_dc_transformer_counts_tokens(run: Run) -> None:
     flags = "--microbatch 250 --checkpoint residual-1 --json"
     data = run("profile", "dc-transformer", *flags.split()).data

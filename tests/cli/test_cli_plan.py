@@ -67,6 +67,7 @@ def test_the_front_is_printed_and_plotted(run: Run, tmp_path: Path) -> None:
     assert front == sorted(front, key=lambda point: point["peak_bytes"])
 
 
+@pytest.mark.slow
 def test_too_small_a_budget(run: Run) -> None:
     status, out, err = run(*MODEL, "--budget", "10 KB")
     assert (status, out) == (1, "")

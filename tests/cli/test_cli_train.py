@@ -123,6 +123,7 @@ def test_a_budget_is_planned_for(run, tmp_path):
         assert status == 2 and said in err
 
 
+@pytest.mark.slow
 def test_a_budget_on_cuda_may_be_smaller_than_workspaces_that_training_does_not_have(monkeypatch):
     call, digits = Call("wrn-10-1", "digits", budget="30 MB"), load_task("digits")
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
@@ -185,6 +186,7 @@ def test_mistakes_are_one_line_and_status_2(run, monkeypatch, arguments, said):
     assert out == "" and len(err.strip().splitlines()) <= 2
 
 
+@pytest.mark.slow
 def test_stdout_has_the_summary_alone(tmp_path):
     """As a process: data on stdout, progress on stderr."""
     done = subprocess.run(

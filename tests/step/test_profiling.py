@@ -267,6 +267,7 @@ def python(code: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_the_import_adds_little_to_torch() -> None:
     code = """
 import time

@@ -151,6 +151,7 @@ class Drops(nn.Module):
         return x if torch.rand(()) < 0.5 else x + self.inner(x)
 
 
+@pytest.mark.slow
 def test_a_peak_that_is_drawn_is_not_judged() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 32), *(Drops() for _ in range(6)))
@@ -237,6 +238,7 @@ def test_a_model_that_reads_a_value_is_named() -> None:
         )
 
 
+@pytest.mark.slow
 def test_caches_of_keys_do_not_tell_plain_and_planned_apart() -> None:
     """With one, T5 adds in another order; blocks that run again have none."""
     transformers = pytest.importorskip("transformers")
@@ -367,6 +369,7 @@ def test_rounding_is_that_of_autocast(dropout: float) -> None:
     assert lossless.tolerance == 2e-1 and lossless.error > 1e-4  # type: ignore[operator]
 
 
+@pytest.mark.slow
 def test_nothing_that_was_given_is_changed() -> None:
     small = SMALL["transformer"]
     torch.manual_seed(0)
@@ -453,6 +456,7 @@ def test_infinite_parameters_are_never_what_was_claimed() -> None:
         assert Comparison("parameters", claim, Level.LOSSY, 3.0, 0.1).ok
 
 
+@pytest.mark.slow
 def test_tf32_set_by_its_newer_name_stays_as_it_was() -> None:
     """PyTorch refuses to read the older name then; in a process of its own, since it stays so."""
     code = """

@@ -17,6 +17,7 @@ from rich.table import Table
 
 from ..errors import InputError, ShoestringError, render
 from ..progress import working
+from ..torch_private.fake_tensors import LOGGER
 from ..units import format_count, format_flops, format_size
 from ..version import __version__
 from . import study_verbs as study_verbs
@@ -313,7 +314,7 @@ def main() -> NoReturn:
     if isinstance(sys.stdout, TextIOWrapper):  # a path may have bytes that are no text
         sys.stdout.reconfigure(errors="backslashreplace")
     # It logs a traceback of its own for every error that is then raised and shown as one line.
-    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
+    logging.getLogger(LOGGER).setLevel(logging.CRITICAL)
     status = None
     try:
         status = app(standalone_mode=False)  # an early exit, such as --version, returns its status

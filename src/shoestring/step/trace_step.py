@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..memory.cuda.calibrate import learn_convolutions
 from ..techniques.plan import Plan
+from ..torch_private.fake_tensors import FakeTensorMode
 from ..trace.batches import tensors_of
 from ..trace.capture import Loss, RecordedStep, freeze, named_failures
 from ..trace.cuda import CudaKernels
