@@ -33,7 +33,8 @@ MODELS = """
                 raise error
         return Failing
 
-    raises, ends, leaves = (failing(e) for e in (KeyError("boom"), EOFError("no more"), SystemExit(5)))
+    raises, ends = failing(KeyError("boom")), failing(EOFError("no more"))
+    leaves = failing(SystemExit(5))
 
     class backward(Net):
         def forward(self, x):

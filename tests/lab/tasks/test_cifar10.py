@@ -64,6 +64,7 @@ def copy(binary, tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_both_layouts_hold_the_same_images(binary, python):
     one, other = load_task("cifar10", folder=binary), load_task("cifar10", folder=python.parent)
     for field in ("images", "labels", "held_out_images", "held_out_labels"):
@@ -145,7 +146,7 @@ class Evil:
     ("payload", "said"),
     [
         (pickle.dumps(Evil()), "system"),
-        (pickle.dumps({b"data": np.zeros((3, 3), np.uint8), b"labels": [1]}), "uint8 (3, 3) pixels"),
+        (pickle.dumps({b"data": np.zeros((3, 3), np.uint8), b"labels": [1]}), "uint8 (3, 3)"),
         (pickle.dumps({b"data": np.array([Path()], object), b"labels": [1]}), "an array of 'O8'"),
         (pickle.dumps([1, 2]), "damaged"),
         (b"\x80\x02}q\x00", "damaged"),
@@ -185,7 +186,8 @@ def test_bytes_do_not_become_pointers(tmp_path):
     pixels = np.zeros((IMAGES_PER_FILE, 3072), np.uint8)
     batch = {b"data": pixels, b"labels": Pointers()}
     (tmp_path / "data_batch_1").write_bytes(pickle.dumps(batch, protocol=2))
-    run = f"from shoestring.lab.tasks import load_task; load_task('cifar10', folder={str(tmp_path)!r})"
+    load = f"load_task('cifar10', folder={str(tmp_path)!r})"
+    run = f"from shoestring.lab.tasks import load_task; {load}"
     found = subprocess.run([sys.executable, "-c", run], capture_output=True, text=True, timeout=60)
     assert found.returncode == 1, found.stderr
     assert "data_batch_1 is damaged" in found.stderr and "an array of 'O8'" in found.stderr

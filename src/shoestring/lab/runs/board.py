@@ -6,7 +6,7 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from ...errors import InputError
+from ...errors import needs_extra
 from ..records.run import Event
 
 _SHOWN = ("train_loss", "loss", "accuracy", "learning_rate", "measured_peak_bytes", "loss_scale")
@@ -15,9 +15,8 @@ _SHOWN = ("train_loss", "loss", "accuracy", "learning_rate", "measured_peak_byte
 def check_board(wanted: bool) -> None:
     """InputError where TensorBoard is wanted and not installed."""
     if wanted and importlib.util.find_spec("tensorboard") is None:
-        raise InputError(
-            "TensorBoard is not installed", hint="pip install 'shoestring[tensorboard]'"
-        )
+        with needs_extra("tensorboard", "tensorboard", "--tensorboard"):
+            raise ImportError
 
 
 class Board:
@@ -26,9 +25,8 @@ class Board:
     def __init__(self, folder: Path, wanted: bool) -> None:
         self._writer: Any = None
         if wanted:
-            check_board(wanted)
-            from torch.utils.tensorboard import SummaryWriter
-
+            with needs_extra("tensorboard", "tensorboard", "--tensorboard"):
+                from torch.utils.tensorboard import SummaryWriter
             self._writer = SummaryWriter(folder / "tensorboard")
 
     def __enter__(self) -> Board:

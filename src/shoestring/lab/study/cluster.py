@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...errors import InputError
+from ...errors import InputError, needs_extra
 from ...progress import asked_to_end
 from .execute import LOG, Place, execute_alone, fail, outcome
-from .expand import Job
+from .expand import StudyJob
 from .local import ATTEMPTS, STOP_SECONDS, TICK_SECONDS, Ended, Stopped, Tick
 
 CONNECT_SECONDS = 10.0
@@ -22,7 +22,8 @@ CONNECT_SECONDS = 10.0
 def check(address: str) -> None:
     """InputError where Ray is not installed, or nobody listens at an address of host and port."""
     if importlib.util.find_spec("ray") is None:
-        raise InputError("Ray is not installed", hint="pip install 'shoestring[ray]'")
+        with needs_extra("ray", "ray", "--ray"):
+            raise ImportError
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdecimal() or "/" in host:
         return
@@ -41,7 +42,7 @@ def _silent(address: str, error: Exception) -> InputError:
 
 
 def run(
-    jobs: Sequence[Job], folder_of: Callable[[Job], Path], place: Place, address: str,
+    jobs: Sequence[StudyJob], folder_of: Callable[[StudyJob], Path], place: Place, address: str,
     gpus: float, ended: Ended, tick: Tick,
 ) -> None:  # fmt: skip
     """Run all jobs on the cluster at `address` ("local" starts one here); each in a new process."""
@@ -69,17 +70,17 @@ def run(
 
 
 def _drain(
-    ray: Any, remote: Any, jobs: Sequence[Job], folder_of: Callable[[Job], Path], place: Place,
-    ended: Ended, tick: Tick, asked: Sequence[int],
+    ray: Any, remote: Any, jobs: Sequence[StudyJob], folder_of: Callable[[StudyJob], Path],
+    place: Place, ended: Ended, tick: Tick, asked: Sequence[int],
 ) -> None:  # fmt: skip
     """Send all at once: the cluster decides when and where; and wait for each."""
 
-    def send(job: Job, attempt: int) -> None:
+    def send(job: StudyJob, attempt: int) -> None:
         before = _logged(folder_of(job))
         handle = remote.remote(job, folder_of(job).absolute(), place)
         sent[handle] = job, attempt, before
 
-    sent: dict[Any, tuple[Job, int, int]] = {}
+    sent: dict[Any, tuple[StudyJob, int, int]] = {}
     began: dict[Any, float] = {}
     told: dict[Any, float] = {}
     for job in jobs:

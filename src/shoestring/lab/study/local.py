@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from ...progress import asked_to_end
+from ...torch_private.autograd import DYNAMO
 from .execute import LOG, Place, execute_alone, fail, outcome
-from .expand import Job
+from .expand import StudyJob
 
 ATTEMPTS = 3
 """Processes that die without a word (out of memory, say) before their job counts as failed."""
@@ -25,15 +26,15 @@ TICK_SECONDS = 0.5
 STOP_SECONDS = 60.0
 """For the snapshot of a run that was asked to end; then it is killed."""
 PRELOADED = [
-    "torch._dynamo",
+    DYNAMO,
     "sklearn.datasets",
     "shoestring.lab.study.execute",
     "shoestring.lab.study.timelines",
     "shoestring.lab.runs.command",
 ]
 
-Ended = Callable[[Job], None]
-Tick = Callable[[Sequence[Job]], None]
+Ended = Callable[[StudyJob], None]
+Tick = Callable[[Sequence[StudyJob]], None]
 
 
 class Stopped(Exception):
@@ -50,7 +51,7 @@ class _Running:
 
     process: Any
     lifeline: Connection
-    job: Job
+    job: StudyJob
     attempt: int
     began: float
     asked: float | None = None
@@ -67,7 +68,7 @@ class _Running:
 
 
 def run(
-    jobs: Sequence[Job], folder_of: Callable[[Job], Path], place: Place, workers: int,
+    jobs: Sequence[StudyJob], folder_of: Callable[[StudyJob], Path], place: Place, workers: int,
     ended: Ended, tick: Tick,
 ) -> None:  # fmt: skip
     """Run all jobs, `workers` at a time; a job that fails or dies does not stop the others."""
@@ -120,7 +121,7 @@ def _end(processes: Sequence[Any]) -> None:
             process.join()
 
 
-def _start(context: Any, job: Job, folder: Path, place: Place) -> tuple[Any, Connection]:
+def _start(context: Any, job: StudyJob, folder: Path, place: Place) -> tuple[Any, Connection]:
     # Nobody writes to the lifeline: when this process dies, however it dies, its end closes.
     theirs, ours = context.Pipe(duplex=False)
     process = context.Process(target=_child, args=(job, folder, place, theirs), daemon=False)
@@ -129,7 +130,7 @@ def _start(context: Any, job: Job, folder: Path, place: Place) -> tuple[Any, Con
     return process, ours
 
 
-def _child(job: Job, folder: Path, place: Place, lifeline: Connection) -> None:
+def _child(job: StudyJob, folder: Path, place: Place, lifeline: Connection) -> None:
     gc.freeze()  # what the server imported is no garbage, and takes long to look through
     with suppress(OSError):  # a Ctrl-C is for the study, which then tells each run once
         os.setsid()
