@@ -6,7 +6,6 @@ import shutil
 import sys
 import time
 import traceback
-from dataclasses import replace
 from random import Random
 
 import pytest
@@ -14,7 +13,7 @@ from faulty_os import ENDED, Faulty
 from test_loop import ALL, run
 
 from chaos import COUNTS, HANG_SECONDS, SEED, asked, same_run, same_text
-from shoestring import Microbatching, Plan
+from shoestring import Plan
 from shoestring.errors import ShoestringError
 from shoestring.lab.runs.loop import train
 from shoestring.lab.runs.text_settings import text_settings_for
@@ -25,7 +24,7 @@ from tiny_texts import SMALL, small_text
 
 def images(folder):
     """Sparse, rewired, FP16, recomputed; two snapshots and two evaluations."""
-    run(folder, replace(ALL, microbatching=Microbatching(4)), resume=True, every=5, batch=16)
+    run(folder, ALL, resume=True, every=5, batch=16)
 
 
 def text(folder):
