@@ -423,7 +423,7 @@ MISTAKES = {
     ),
     "profile cli_factories:leaves --input 2x4": ("raised SystemExit: 3", "factory"),
     "profile cli_factories:a_number --input 2x4": ("returned int", "torch.nn.Module"),
-    "profile cli_factories:takes_one --input 2x4": ("'width'", "without arguments"),
+    "profile cli_factories:takes_one --input 2x4": ("'width'", "no arguments"),
     "profile cli_factories:nobody --input 2x4": ("no callable 'nobody'", "module:factory"),
     "profile cli_factories:constant --input 2x4": ("no callable 'constant'", "module:factory"),
     "profile no_such_module:build --input 2x4": ("'no_such_module'", "importable"),
