@@ -351,8 +351,8 @@ def test_accounting_device(run: Run) -> None:
 def test_the_device_takes_a_microbatch(run: Run) -> None:
     command = "profile wrn-10-1 --accounting device --json".split()
     whole, part = run(*command).data, run(*command, "--microbatch", "10").data
-    assert part["input_bytes"] == whole["input_bytes"] // 10
-    assert part["peak_bytes"] < whole["peak_bytes"]
+    assert part["input_bytes"] == whole["input_bytes"]  # all of it is there, a tenth runs at once
+    assert part["forward_activation_bytes"] < whole["forward_activation_bytes"] / 5
 
 
 @pytest.mark.usefixtures("factories")
@@ -466,9 +466,6 @@ MISTAKES = {
     "profile wrn-28-2 --device tpu": ("'tpu'", "cuda"),
     "profile wrn-28-2 --device cuda": ("of no device", "accounting 'device'"),
     "profile wrn-28-2 --accounting device --device tpu": ("'tpu'", "cuda"),
-    "profile wrn-28-2 --accounting device --precision fp16": ("fp16", "fundamental"),
-    "profile wrn-28-2 --accounting device --density 0.5": ("0.5", "fundamental"),
-    "profile wrn-28-2 --accounting device --checkpoint no-bn": ("no-bn", "fundamental"),
     "profile wrn-28-2 --input 2x3x32x32": ("wrn-28-2", "--batch"),
     "profile wrn-28-2 --loss cli_factories:square": ("wrn-28-2", "--batch"),
     "profile cli_factories:build --input 2x4 --checkpoint residual-2": ("residual-2", "every-M"),

@@ -114,10 +114,10 @@ def test_a_budget_is_planned_for(run, tmp_path):
     assert 0 < end["measured_peak_bytes"] <= 4_000_000
     resumed = [*SHORT, "--out", "a", "--resume", "--budget"]
     for other, said in (
-        (["4.01 MB"], "the run has a budget of 4,000,000 bytes that allows precision, not a"),
+        (["4.01 MB"], "the run has a budget of 4,000,000 bytes that allows near, not a"),
         (["4 MB", "--allow", "lossless"], "not a budget of 4,000,000 bytes that allows lossless"),
         (["nonsense"], "cannot read 'nonsense' as a size"),
-        (["4 MB", "--allow", "luck"], "cannot be allowed 'luck'"),
+        (["4 MB", "--allow", "luck"], "unknown `allow` option 'luck'"),
     ):
         status, _, err = run(*resumed, *other)
         assert status == 2 and said in err

@@ -127,7 +127,7 @@ def test_lossless_first() -> None:
     assert [c.part for c in tighter.choices if c.kind == NEAR] == ["precision"]
     with pytest.raises(BudgetError) as raised:
         lossless.plan(int(0.9 * least))
-    assert "allow 'precision'" in str(raised.value.hint)
+    assert "allow 'near'" in str(raised.value.hint)
     assert "bn-microbatch" in str(raised.value.hint)
 
 
@@ -354,7 +354,7 @@ def test_what_a_hint_names_can_be_had() -> None:
     with pytest.raises(BudgetError) as raised:
         Planner(model, batch, allow="lossless", **step).plan(1000)
     hints = re.findall(r"allow '([a-z,-]+)' \(about ([^)]*)\)", str(raised.value.hint))
-    assert [name for name, _ in hints] == ["precision", "sparsity"]
+    assert [name for name, _ in hints] == ["near", "sparsity"]
     for allow, size in hints:
         Planner(model, batch, allow=allow, **step).plan(parse_size(size))
 

@@ -57,7 +57,7 @@ def test_a_model_that_cannot_train_in_16_bits_is_planned_without() -> None:
     optimizer = torch.optim.Rprop(model.parameters())
     planned = planner(model, optimizer)
     update = planned.estimates._update((ss.Precision("bf16"),))
-    assert 0 < update.gradient_bytes < planned.estimates._update(()).gradient_bytes
+    assert 0 < update.gradient_bytes <= planned.estimates._update(()).gradient_bytes
 
 
 @pytest.mark.slow

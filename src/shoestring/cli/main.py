@@ -270,7 +270,9 @@ app.command(epilog=study_verbs.REPORT_EXAMPLES)(study_verbs.report)
 def show_profile(settings: dict[str, Any], plan: str, result: Any) -> None:
     """A table by category, the largest modules, and the instant of the peak."""
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 100)
-    what = [f"{settings['batch']} {settings['batch_unit']}", str(settings["optimizer"]), plan]
+    what = [f"{settings['batch']} {settings['batch_unit']}", str(settings["optimizer"])]
+    if plan != "plain":
+        what.append(plan)
     console.print(
         f"[bold]{settings['model']}[/bold] · {escape(' · '.join(what))}\n"
         f"{format_count(result.parameters)} parameters, "

@@ -237,7 +237,7 @@ def test_people_can_write_it() -> None:
 def test_the_command_line_takes_it() -> None:
     ran = CliRunner().invoke(app, ["profile", "wrn-10-1", "--checkpoint", "[cheap], [keep*2]"])
     assert ran.exit_code == 0
-    assert "fp32 · [cheap], [keep*2]" in ran.stdout
+    assert "sgd · [cheap], [keep*2]" in ran.stdout
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,7 @@ class Compensated(_Taken):
     def __init__(self, setup: Setup) -> None:
         self._sums: dict[torch.Tensor, tuple[torch.Tensor, torch.Tensor | None]] = {}
         super().__init__(setup, [p for p in setup.model.parameters() if p.requires_grad])
+        setup.adds_apart = True
 
     def _add(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         if parameter not in self._sums:
