@@ -415,7 +415,7 @@ def instances() -> nn.Module:
 
 
 @pytest.mark.parametrize("accounting", slow_but(1, ["fundamental", "device"]))
-@pytest.mark.parametrize("build", [spectral, instances])
+@pytest.mark.parametrize("build", slow_but(1, [instances, spectral]))
 def test_what_writes_to_a_buffer_makes_a_lossy_plan(build: Any, accounting: str) -> None:
     torch.manual_seed(0)
     model, batch = build(), (torch.randn(64, 8, 32), torch.randint(10, (64,)))

@@ -32,7 +32,7 @@ def writers(trace: Trace) -> frozenset[str]:
 
 
 def runs_twice(model: nn.Module, writing: Iterable[str]) -> bool:
-    """Whether all that write can run again: statistics of normalisations stay as they are."""
+    """Whether all that write can be recomputed: statistics of normalisations stay as they are."""
     return all(isinstance(model.get_submodule(path), _STATISTICS) for path in writing)
 
 

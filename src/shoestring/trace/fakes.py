@@ -1,4 +1,4 @@
-"""Twins of a model, its batch and its optimizer that have shapes and no memory."""
+"""Fake copies of a model, its batch and its optimizer: shapes, and no memory."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def check_optimizer(optimizer: Any) -> None:
     """
     if not hasattr(optimizer, "param_groups") or not hasattr(type(optimizer), "step"):
         raise InputError(
-            f"{optimizer!r} is no optimizer",
+            f"{optimizer!r} is not an optimizer",
             hint="build one, such as torch.optim.SGD(model.parameters(), lr=0.1)",
         )
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")

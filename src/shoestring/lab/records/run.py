@@ -120,7 +120,7 @@ def read(path: str | Path, *, whole: bool = True) -> list[Event]:
         except ValueError:
             event = None
         if not isinstance(event, dict) or "event" not in event:
-            raise InputError(f"{file}, line {number} is no event")
+            raise InputError(f"{file}, line {number} is not an event")
         events.append(event)
     return events
 

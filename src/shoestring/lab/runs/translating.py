@@ -61,7 +61,7 @@ def load_translator(
     folder = Path(run)
     start = next((event for event in read(folder, whole=False) if event["event"] == "start"), None)
     if start is None or "beam" not in start["settings"]:
-        raise InputError(f"{folder} is no run on text", hint="shoestring train dc-transformer …")
+        raise InputError(f"{folder} is not a run on text", hint="shoestring train dc-transformer …")
     settings = start["settings"]
     codes, source, target = read_vocabularies(folder)
     model, loss = build_text_model(settings["model"], source, target, settings["dropout"])

@@ -26,7 +26,7 @@ from .caches import refuse_caches
 
 
 def region(run: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Run now, keep only the tensors given, and run again when backward needs the inside."""
+    """Run now, keep only the tensors given, and recompute when backward needs the inside."""
     kept: list[Any] = []
     leaves, spec = tree_flatten((args, kwargs))
     refuse_caches(leaves)
@@ -58,7 +58,7 @@ def _keeps_state() -> bool:
 
 
 class _again:
-    """The second pass: statistics stay, and who wants to know of it is told."""
+    """Recomputation: freezes running statistics and notifies the observer."""
 
     def __init__(self, model: nn.Module, kept: list[Any]) -> None:
         self._model, self._kept = model, kept
