@@ -222,12 +222,25 @@ class Step:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a `state_dict`."""
+        """Go on from a `state_dict` of a step with the same plan.
+
+        InputError for another one, before anything changes.
+        """
         if lacking := [name for name in self._setup.state if name not in state["techniques"]]:
             raise InputError(
                 f"the state has no {', '.join(lacking)}: a step of another plan saved it",
                 hint="load its 'model' into step.model, and start the optimizer anew",
             )
+        if more := [name for name in state["techniques"] if name not in self._setup.state]:
+            raise InputError(
+                f"the state has {', '.join(more)}, which this step has not: a step of another plan "
+                "saved it, and stored its numbers otherwise",
+                hint="apply the plan it was saved under",
+            )
+        for item in self._setup.state.values():
+            check = getattr(item, "check_state", None)
+            if check is not None:
+                check(state)
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         for name, item in self._setup.state.items():

@@ -129,7 +129,13 @@ def make_optimizer(
             raise InputError(
                 f"unknown optimizer {optimizer!r}", hint="one of " + ", ".join(sorted(OPTIMIZERS))
             )
-        made = OPTIMIZERS[optimizer]([p for p in model.parameters() if p.requires_grad])
+        trained: list[torch.Tensor] = [p for p in model.parameters() if p.requires_grad]
+        if not trained:
+            raise InputError(
+                "nothing to train: none of the model's parameters requires a gradient",
+                hint="call model.requires_grad_(True), or unfreeze the part to train",
+            )
+        made = OPTIMIZERS[optimizer](trained)
         _early_state(made)
         return made
     check_optimizer(optimizer)
