@@ -21,7 +21,7 @@ from ..step.trace_step import capture_step
 from ..techniques import Checkpointing
 from ..techniques.plan import Plan
 from ..techniques.precision.update import ELEMENTWISE, kernels_know
-from ..trace.blocks import runs_twice, writers
+from ..trace.blocks import writers
 from ..trace.capture import Loss
 from ..trace.fakes import OptimizerLike, make_optimizer
 from ..trace.graph import Phase, Role, Trace
@@ -91,10 +91,7 @@ class DeviceEstimates:
             self._chain = None  # no repeated blocks
         assert self._trace is not None
         self.writers: frozenset[str] = writers(self._trace)
-        """Modules whose buffers change in the forward pass."""
-        self._named: tuple[str, ...] = _NAMED
-        if not runs_twice(model, self.writers):
-            self._chain, self._named = None, _NAMED[:1]
+        """Modules whose state changes in the forward pass."""
         self._kept_passes: Work = _passes(self._trace)
         """Of blocks that are wrapped and keep everything."""
         self._wrapped_differs: bool = any(
@@ -275,7 +272,7 @@ class DeviceEstimates:
     def _ways(self) -> list[_Way]:
         assert self._trace is not None
         ways = [self._way(None, self._trace)]
-        for name in self._named:
+        for name in _NAMED:
             chosen = Checkpointing(name)
             try:
                 way = self._way(chosen, self._capture(Plan(checkpointing=chosen)))

@@ -19,7 +19,7 @@ from ..memory.fundamental import parameter_bytes
 from ..memory.model import MemoryProfile, memory_profile
 from ..techniques import Checkpointing
 from ..techniques.plan import Plan
-from ..trace.blocks import runs_twice, writers
+from ..trace.blocks import writers
 from ..trace.capture import Loss, capture
 from ..trace.fakes import OptimizerLike
 from ..trace.graph import Trace
@@ -78,7 +78,7 @@ class FundamentalEstimates:
 
     @property
     def writers(self) -> frozenset[str]:
-        """Modules whose buffers change in the forward pass."""
+        """Modules whose state changes in the forward pass."""
         return writers(self._trace(None))
 
     @cached_property
@@ -100,10 +100,7 @@ class FundamentalEstimates:
     def _ways(self) -> list[_Way]:
         """Those beside which none needs both less memory and less time."""
         chosen: list[Checkpointing | None] = [None]
-        if runs_twice(self._model, self.writers):
-            chosen += [*map(Checkpointing, _STRATEGIES), *self._schedules()]
-        else:  # no-bn runs no module again
-            chosen.append(Checkpointing("no-bn"))
+        chosen += [*map(Checkpointing, _STRATEGIES), *self._schedules()]
         ways = []
         for checkpointing in chosen:
             try:

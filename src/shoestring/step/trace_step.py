@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ..memory.cuda.calibrate import learn_convolutions
 from ..techniques.microbatching.split import cut, examples_of
 from ..techniques.plan import Plan
+from ..trace.attributes import held_by
 from ..trace.batches import tensors_of
 from ..trace.capture import Loss, RecordedStep, freeze, named_failures
 from ..trace.cuda import CudaKernels
@@ -136,6 +137,7 @@ def _record(
         if record is not None:
             made.inputs.append(record)
     recorder.recording = True
+    before = [held_by(module) for module in step.model.modules()]
 
     def entering(phase: Phase) -> None:
         recorder.phase = phase
@@ -163,5 +165,7 @@ def _record(
         entering(Phase.OPTIMIZER)
         updates()
         step.optimizer.zero_grad(set_to_none=True)
+    recorder.recording = False
+    made.note_moved(step.model, before, lambda: setup.run(batch))
     gc.collect()
     return made

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._pytree import tree_leaves
 
 from ..errors import InputError, ShoestringError, TraceError
+from .attributes import Held, held_by, moved_modules
 from .batches import tensors_of
 from .blocks import is_normalization, sparsifiable_names
 from .cuda import CudaKernels
@@ -132,6 +133,17 @@ class RecordedStep:
         self.state_elements: dict[str, tuple[int, ...]] = {}
         self.backward_start = 0
         self.step_counts: set[int] = set()
+        self.moved: frozenset[str] = frozenset()
+
+    def note_moved(self, model: nn.Module, before: list[Held], run: Callable[[], Any]) -> None:
+        """Which modules the forward pass changes every time; what only the first fills is a cache.
+
+        `before` is of before the pass; `run` runs it once more.
+        """
+        if moved_modules(model, before):
+            again = [held_by(module) for module in model.modules()]
+            run()
+            self.moved = moved_modules(model, again)
 
     def note_gradients(self, recorder: Recorder, named: dict[str, nn.Parameter]) -> None:
         """Which storages are gradients, once there are any."""
@@ -188,6 +200,7 @@ def _record_step(
             step.inputs.append(record)
     recorder.recording = True
 
+    before = [held_by(module) for module in model.modules()]
     recorder.phase = Phase.FORWARD
     value = loss(model, batch)
     check_loss(value)
@@ -211,6 +224,7 @@ def _record_step(
         parameter.grad = None
     recorder.recording = False
     del value
+    step.note_moved(model, before, lambda: loss(model, batch))
     gc.collect()
     return step
 
@@ -322,6 +336,7 @@ def freeze(
         loss=step.loss_value,
         device=device,
         optimizer="none" if optimizer is None else type(optimizer).__name__,
+        moved=step.moved,
     )
 
 

@@ -158,6 +158,8 @@ class Trace:
     checkpoint_blocks: tuple[str, ...] = ()
     """The modules that count as blocks for it; empty for those that are found."""
     warnings: tuple[str, ...] = field(default=())
+    moved: frozenset[str] = frozenset()
+    """Modules whose buffers the forward pass assigns, or whose counters and lists it changes."""
 
     @cached_property
     def forward_ops(self) -> tuple[Op, ...]:
