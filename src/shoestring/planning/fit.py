@@ -46,6 +46,11 @@ def fit(
     check_optimizer(optimizer)
     budget_bytes = parse_size(budget)
     device = next(model.parameters()).device
+    if enforce and device.type != "cuda":
+        raise InputError(
+            "only CUDA's allocator can enforce a budget",
+            hint="on the CPU limit the process, with a cgroup or ulimit -d",
+        )
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     twin, mapping = fake_model(model, mode)  # what is planned for stays, whatever becomes of it
 
@@ -115,10 +120,5 @@ class _Tighter:
 
 
 def _enforce(device: torch.device, budget_bytes: int) -> None:
-    if device.type != "cuda":
-        raise InputError(
-            "only CUDA's allocator can enforce a budget",
-            hint="on the CPU limit the process, with a cgroup or ulimit -d",
-        )
     total = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction(min(budget_bytes / total, 1.0), device)

@@ -20,7 +20,7 @@ from ..techniques.microbatching.split import examples_of
 from ..techniques.plan import Plan
 from ..trace.blocks import is_normalization
 from ..trace.capture import Loss, check_trainable
-from ..trace.fakes import OptimizerLike, make_optimizer
+from ..trace.fakes import OptimizerLike, adds_to_the_step, make_optimizer, unwrapped
 from ..units import parse_size
 from .allow import Allowed
 from .block_chain import measure_chain
@@ -176,10 +176,11 @@ class Planner:
     def _applies(self, setting: Setting) -> bool:
         """Whether the techniques accept the model and the optimizer."""
         given = self._optimizer
-        known = isinstance(given, torch.optim.Optimizer)
-        updates = given if known else make_optimizer(given, self._model, {})
+        named = isinstance(given, str)
+        updates = make_optimizer(given, self._model, {}) if named else unwrapped(given)
         assert isinstance(updates, torch.optim.Optimizer)
         setup = Setup(self._model, updates, lambda b: b, lambda b: (), lambda v: None, lambda: None)
+        setup.wrapper = given if adds_to_the_step(given) else None
         try:
             for technique in setting.plan().techniques:
                 technique.check(setup)

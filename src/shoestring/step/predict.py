@@ -15,9 +15,10 @@ from ..memory.live.measure import Measurement
 from ..techniques.base import Technique
 from ..techniques.plan import Plan
 from ..trace.capture import Loss, named_failures
-from ..trace.fakes import fake_batch, fake_model, make_optimizer, same_random_streams
+from ..trace.fakes import fake_batch, fake_model, make_optimizer
 from ..trace.outside import Outside
 from ..trace.passes import memory_alone
+from ..trace.untouched import nothing_changes
 from .apply import apply
 from .trace_step import capture_step
 
@@ -44,7 +45,7 @@ def predict_step(
             )
         return Measurement(device, int(device_timeline(trace).totals.max(initial=0)), {})
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with warnings.catch_warnings(), same_random_streams():
+    with warnings.catch_warnings(), nothing_changes(model, loss):
         warnings.simplefilter("ignore")
         twin, mapping = fake_model(model, mode)
         data = fake_batch(batch, mode)

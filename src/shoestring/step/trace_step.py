@@ -25,11 +25,11 @@ from ..trace.fakes import (
     fake_batch,
     fake_model,
     make_optimizer,
-    same_random_streams,
 )
 from ..trace.graph import Phase, Trace
 from ..trace.outside import Outside
 from ..trace.recorder import Recorder
+from ..trace.untouched import nothing_changes
 from ..trace.values import forget_varied
 from .apply import Step, apply
 from .graph import is_capturable
@@ -56,7 +56,7 @@ def capture_step(
     update.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with warnings.catch_warnings(), same_random_streams():
+    with warnings.catch_warnings(), nothing_changes(model, loss):
         warnings.simplefilter("ignore")
         twin, mapping = fake_model(model, mode)
         data = fake_batch(batch, mode)

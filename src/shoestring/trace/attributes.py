@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 _OWN = frozenset({"_parameters", "_modules", "_buffers", "forward"})
-_CONTAINERS = (list, dict, set, deque, bytearray)
+CONTAINERS = (list, dict, set, deque, bytearray)
 _BUFFER = "_buffers."
 Held = dict[str, tuple[Any, Any]]
 """Name → the object, and a copy of it if it is a container."""
@@ -26,7 +26,7 @@ def held_by(module: nn.Module) -> Held:
     found = {name: value for name, value in module.__dict__.items() if name not in _OWN}
     found |= {_BUFFER + name: buffer for name, buffer in module._buffers.items()}
     return {
-        name: (value, copy.copy(value) if isinstance(value, _CONTAINERS) else None)
+        name: (value, copy.copy(value) if isinstance(value, CONTAINERS) else None)
         for name, value in found.items()
     }
 
@@ -48,7 +48,7 @@ def put_back(module: nn.Module, held: Held) -> None:
             del module.__dict__[name]
     for name, (value, content) in held.items():
         if content is not None:
-            _refill(value, content)
+            refill(value, content)
         if name.startswith(_BUFFER):
             module._buffers[name.removeprefix(_BUFFER)] = value
         else:
@@ -94,7 +94,8 @@ def _alike(one: Any, other: Any) -> bool:
     return all(a is b for a, b in zip(one, other, strict=True))
 
 
-def _refill(container: Any, content: Any) -> None:
+def refill(container: Any, content: Any) -> None:
+    """Make a container hold what a copy of it does."""
     if _alike(container, content):
         return
     container.clear()

@@ -32,11 +32,11 @@ from .fakes import (
     fake_model,
     make_optimizer,
     mode_of,
-    same_random_streams,
 )
 from .graph import Op, ParameterSpec, Phase, Role, Storage, Trace, Value
 from .outside import Outside
 from .recorder import Recorder, StorageRecord
+from .untouched import nothing_changes
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
 
@@ -59,7 +59,7 @@ def capture(
         raise InputError(f"no accounting for device {device!r}", hint="use 'cpu' or 'cuda'")
     check_trainable(model)
     fake_mode = mode_of(model) or FakeTensorMode(allow_non_fake_inputs=True)
-    with warnings.catch_warnings(), same_random_streams():
+    with warnings.catch_warnings(), nothing_changes(model, loss):
         warnings.simplefilter("ignore")
         twin, mapping = fake_model(model, fake_mode)
         data = fake_batch(batch, fake_mode)

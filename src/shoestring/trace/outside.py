@@ -7,6 +7,10 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -19,6 +23,9 @@ _NUMBERS = frozenset(
         *(_aten.zeros.default, _aten.ones.default, _aten.full.default),
     }
 )
+UNKNOWN = 2.0
+"""For what an optimizer reads, a step count or another number; no size depends on it. Not 1.0,
+which some subtract from one and divide by."""
 _LIFTS = (_aten.lift_fresh.default, _aten.lift_fresh_copy.default)
 
 
@@ -37,14 +44,27 @@ class Outside(TorchDispatchMode):
         self._fake_mode = fake_mode
         self._gradients: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
         self._asking = asking() if asked else nullcontext()
+        self._stepping = 0
 
     def __enter__(self) -> Outside:
         self._asking.__enter__()
+        self._steps = [
+            register_optimizer_step_pre_hook(self._step_begins),
+            register_optimizer_step_post_hook(self._step_ends),
+        ]
         super().__enter__()
         return self
 
+    def _step_begins(self, *_: Any) -> None:
+        self._stepping += 1
+
+    def _step_ends(self, *_: Any) -> None:
+        self._stepping -= 1
+
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
+        for handle in self._steps:
+            handle.remove()
         self._asking.__exit__(None, None, None)
         for key, (leaf, gradient) in self._gradients.items():
             self._gradients[key] = leaf, leaf.grad
@@ -64,6 +84,12 @@ class Outside(TorchDispatchMode):
                 real = func(*args, **kwargs)
                 converter = self._fake_mode.fake_tensor_converter
                 return converter.from_real_tensor(self._fake_mode, real, make_constant=True)
+        if self._stepping and func is _aten._local_scalar_dense.default:
+            if isinstance(args[0], FakeTensor) and args[0].constant is None:
+                return UNKNOWN
+        if FakeTensor not in types and func is _aten._local_scalar_dense.default:
+            with _disable_current_modes():
+                return func(*args, **kwargs)
         written = func._schema.is_mutable
         if FakeTensor in types or (not written and (not func.is_view or func in _LIFTS)):
             return run(func, args, kwargs)

@@ -19,7 +19,7 @@ from ..errors import InputError, NoEffectWarning
 from ..memory.live.measure import measure, training_step
 from ..step.apply import Step, apply
 from ..step.predict import predict_step
-from ..step.streams import rewound_streams, stream_states
+from ..step.streams import rewound, stream_states
 from ..techniques.base import Technique
 from ..techniques.checkpointing.caches import caches_off
 from ..techniques.microbatching.split import examples_of
@@ -31,7 +31,8 @@ from ..techniques.sparsity.tensor import SparseTensor
 from ..trace.batches import map_tensors
 from ..trace.blocks import is_normalization
 from ..trace.capture import Loss, user_code
-from ..trace.fakes import check_optimizer, make_optimizer
+from ..trace.fakes import check_optimizer, make_optimizer, unwrapped
+from ..trace.untouched import hooks_of
 from .certificate import TOLERANCES, Certificate, Comparison, Level, compare
 from .claims import (
     MICROBATCHES,
@@ -73,9 +74,12 @@ def verify(
     """
     chosen = Plan.of(plan.techniques if isinstance(plan, Plan) else plan)  # without a budget
     check_optimizer(optimizer)
+    optimizer = unwrapped(optimizer)
     data = _batches(batches, steps)
     compared = nullcontext() if chosen.checkpointing is None else caches_off(model)
-    with rewound_streams() as rewind, compared, ExitStack() as trained:
+    trial = _Plain(model, optimizer, loss)
+    touched = rewound([loss, *hooks_of(model)], trial.model, lambda: trial.train(data[:1]))
+    with touched as rewind, compared, ExitStack() as trained:
         trained.enter_context(whole_fp32())
         plain = _Plain(model, optimizer, loss)
         expected = plain.train(data)

@@ -86,7 +86,7 @@ class Branching(Ordered):
 
 
 class ReadLate(Ordered):
-    """The output of the first block is read after the last has run; what it drew must not change."""
+    """The output of the first block is read after the last has run; its draws must not change."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         first = self.layers[0](F.dropout(x, 0.5))
