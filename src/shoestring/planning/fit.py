@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ..errors import BudgetError, InputError
+from ..errors import BudgetError, InputError, TraceError
 from ..step.apply import Step, apply
 from ..step.holding import Hold, shapes_of
 from ..trace.capture import Loss, check_trainable
@@ -55,14 +55,14 @@ def fit(
     twin, mapping = fake_model(model, mode)  # what is planned for stays, whatever becomes of it
 
     def planner_for(batch: Any) -> Planner:
-        return Planner(
-            twin,
-            fake_batch(batch, mode),
-            loss=loss,
-            optimizer=make_optimizer(optimizer, twin, mapping),
-            allow=allow,
-            device=device.type,
-        )
+        given: dict[str, Any] = {"loss": loss, "allow": allow, "device": device.type}
+        updates = make_optimizer(optimizer, twin, mapping)
+        try:
+            return Planner(twin, fake_batch(batch, mode), optimizer=updates, **given)
+        except TraceError as error:
+            if not error.values:
+                raise
+        return Planner(model, batch, optimizer=optimizer, **given)  # its values are needed
 
     tighter = _Tighter(planner_for, batch, budget_bytes)
     step = apply(tighter.first, model, optimizer, loss=loss)

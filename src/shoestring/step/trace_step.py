@@ -15,10 +15,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ..memory.cuda.calibrate import learn_convolutions
 from ..techniques.microbatching.split import cut, examples_of
 from ..techniques.plan import Plan
+from ..trace.answers import Answers, with_answers
 from ..trace.attributes import held_by
 from ..trace.batches import tensors_of
 from ..trace.capture import Loss, RecordedStep, freeze, named_failures
 from ..trace.cuda import CudaKernels
+from ..trace.draws import at_worst
 from ..trace.fakes import (
     OptimizerLike,
     default_to_foreach,
@@ -26,7 +28,7 @@ from ..trace.fakes import (
     fake_model,
     make_optimizer,
 )
-from ..trace.graph import Phase, Trace
+from ..trace.graph import Phase, Trace, live_bytes
 from ..trace.outside import Outside
 from ..trace.recorder import Recorder
 from ..trace.untouched import nothing_changes
@@ -55,7 +57,39 @@ def capture_step(
     step. Without an optimizer there is no update, nor state; without `passes` there is only the
     update.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    micro = plan.microbatching
+    true = micro if micro is not None and not micro.simulated else None
+    at_once = None if true is None else true.examples_at_once(batch)
+    examples = examples_of(batch) if at_once is not None else None
+    cuts = at_once is not None and examples is not None and 2 * at_once <= examples
+    size = at_once if cuts else None
+
+    def trace(answers: Answers | None) -> Trace:
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        return _traced(
+            plan, model, batch, loss, optimizer, device, passes, trained, watch, size, mode, answers
+        )
+
+    made = at_worst(model, lambda: with_answers(trace, model, batch, loss, size), live_bytes)
+    if device == "cuda" and torch.cuda.is_available():
+        learn_convolutions(made)
+    return made
+
+
+def _traced(
+    plan: Plan,
+    model: nn.Module,
+    batch: Any,
+    loss: Loss,
+    optimizer: OptimizerLike,
+    device: str,
+    passes: bool,
+    trained: Collection[str],
+    watch: Callable[[nn.Module, Recorder], None] | None,
+    size: int | None,
+    mode: FakeTensorMode,
+    answers: Answers | None,
+) -> Trace:
     with warnings.catch_warnings(), nothing_changes(model, loss):
         warnings.simplefilter("ignore")
         twin, mapping = fake_model(model, mode)
@@ -67,15 +101,12 @@ def capture_step(
         precision = "fp32" if plan.precision is None else plan.precision.kind
         graph = device == "cuda" and is_capturable(twin, updates, precision)
         # While a graph is captured nothing can be read, and Hugging Face does not ask.
-        recorder, outside = Recorder(), Outside(mode, asked=not graph)
+        recorder, outside = Recorder(), Outside(mode, asked=not graph, answers=answers)
+        asked = nullcontext() if answers is None else answers.following(twin)
         kernels: AbstractContextManager[Any] = CudaKernels() if device == "cuda" else nullcontext()
-        with named_failures(recorder), mode, outside, kernels:
+        with named_failures(recorder), asked, mode, outside, kernels:
             step = apply(Plan.of(plan.techniques), twin, updates, loss=loss)
-            micro = plan.microbatching
-            true = micro if micro is not None and not micro.simulated else None
-            size = None if true is None else true.examples_at_once(data)
-            examples = examples_of(data) if size is not None else None
-            if size is not None and examples is not None and 2 * size <= examples:
+            if size is not None:
                 forget_varied(data)
                 data = cut(data, 0, size)
                 if passes:  # gradients as they are: one may be a part of a larger tensor
@@ -89,10 +120,7 @@ def capture_step(
                 watch(twin, recorder)
             with _only_new_garbage(), recorder:  # not following functions: techniques have hooks
                 recorded = _record(recorder, step, data, passes, update=optimizer is not None)
-    trace = freeze(recorder, twin, updates, recorded, device)
-    if device == "cuda" and torch.cuda.is_available():
-        learn_convolutions(trace)
-    return trace
+    return freeze(recorder, twin, updates, recorded, device)
 
 
 @contextmanager

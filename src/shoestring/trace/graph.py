@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -178,6 +179,16 @@ class Trace:
 
     def _flops(self, phase: Phase) -> int:
         return sum(op.flops for op in self.ops if op.phase is phase)
+
+
+def live_bytes(trace: Trace) -> int:
+    """The most that storages hold at once."""
+    changes: dict[int, int] = {}
+    for storage in trace.storages:
+        if storage.birth < storage.death:
+            for at, nbytes in ((storage.birth, storage.nbytes), (storage.death, -storage.nbytes)):
+                changes[at] = changes.get(at, 0) + nbytes
+    return max(accumulate(changes[at] for at in sorted(changes)), default=0)
 
 
 def channels_last_order(dims: int) -> tuple[int, ...]:

@@ -14,6 +14,8 @@ from torch.optim.optimizer import (
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
+from .answers import PACKS, Answers, Reads, given, is_question, writes_masked
+from .draws import is_single_draw, pinned
 from .values import asking, run
 
 _aten = torch.ops.aten
@@ -39,12 +41,16 @@ class Outside(TorchDispatchMode):
     Hugging Face asks the questions that `trace.values` can answer.
     """
 
-    def __init__(self, fake_mode: FakeTensorMode, *, asked: bool = True) -> None:
+    def __init__(
+        self, fake_mode: FakeTensorMode, *, asked: bool = True, answers: Answers | None = None
+    ) -> None:
         super().__init__()
         self._fake_mode = fake_mode
         self._gradients: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
         self._asking = asking() if asked else nullcontext()
         self._stepping = 0
+        self._answers = answers
+        self._reads = nullcontext() if answers is None else Reads(answers)
 
     def __enter__(self) -> Outside:
         self._asking.__enter__()
@@ -53,6 +59,7 @@ class Outside(TorchDispatchMode):
             register_optimizer_step_post_hook(self._step_ends),
         ]
         super().__enter__()
+        self._reads.__enter__()
         return self
 
     def _step_begins(self, *_: Any) -> None:
@@ -62,6 +69,7 @@ class Outside(TorchDispatchMode):
         self._stepping -= 1
 
     def __exit__(self, *error: Any) -> None:
+        self._reads.__exit__(*error)
         super().__exit__(*error)
         for handle in self._steps:
             handle.remove()
@@ -82,14 +90,20 @@ class Outside(TorchDispatchMode):
         if func in _NUMBERS and _is_one_number(args, kwargs):
             with _disable_current_modes():
                 real = func(*args, **kwargs)
+                real = pinned(real) if is_single_draw(func, real) else real
                 converter = self._fake_mode.fake_tensor_converter
                 return converter.from_real_tensor(self._fake_mode, real, make_constant=True)
         if self._stepping and func is _aten._local_scalar_dense.default:
             if isinstance(args[0], FakeTensor) and args[0].constant is None:
                 return UNKNOWN
-        if FakeTensor not in types and func is _aten._local_scalar_dense.default:
-            with _disable_current_modes():
-                return func(*args, **kwargs)
+        if writes_masked(func, args):  # its shape function would count
+            return args[0] if func._schema.is_mutable else run(_aten.clone.default, args[:1], {})
+        if not self._stepping and is_question(func, args):
+            if FakeTensor not in types and func is not PACKS:
+                with _disable_current_modes():
+                    return func(*args, **kwargs)
+            if self._answers is not None and (func, args) in self._answers:
+                return given(self._answers, func, args, self._fake_mode)
         written = func._schema.is_mutable
         if FakeTensor in types or (not written and (not func.is_view or func in _LIFTS)):
             return run(func, args, kwargs)
@@ -117,4 +131,4 @@ def _is_one_number(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     shape = next((a for a in (*args, kwargs.get("size")) if isinstance(a, (list, tuple))), None)
     device = kwargs.get("device")
     on_cpu = device is None or torch.device(device).type == "cpu"
-    return shape is not None and len(shape) == 0 and on_cpu
+    return shape is not None and all(extent == 1 for extent in shape) and on_cpu

@@ -219,7 +219,8 @@ class Recorder(TorchDispatchMode):
     def _unrecorded(self, func: Any, args: Any, kwargs: Any) -> Any:
         if self._is_step_count(func, args):
             return UNKNOWN if args[0].constant is None else func(*args)
-        out = func(*args, **kwargs)
+        out = grouped_product(func, args, kwargs)
+        out = func(*args, **kwargs) if out is None else out
         if func.namespace != "prim":
             for leaf in tree_leaves(out):
                 if isinstance(leaf, torch.Tensor):
