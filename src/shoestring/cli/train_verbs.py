@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -12,13 +12,10 @@ from ..progress import working
 from .options import (
     AsJson,
     Batch,
-    Checkpoint,
-    Density,
-    Microbatch,
     ModelName,
     PlanFile,
-    PrecisionKind,
     named_values,
+    with_technique_flags,
 )
 
 TRAIN_EXAMPLES = """Examples:
@@ -35,17 +32,22 @@ TRANSLATE_EXAMPLE = (
 PREPARE_EXAMPLE = """Example: `shoestring prepare multi30k --data-dir data --out multi30k-10k`"""
 
 
+@with_technique_flags
 def train(
     model: ModelName,
     data: Annotated[
         str,
         typer.Option(
-            help="digits, cifar10, number_words, multi30k, iwslt14, europarl160k, or a folder of "
-            "aligned text."
+            help="digits, cifar10, number_words, multi30k, iwslt14, europarl160k, a folder "
+            "with images.npz, or a folder of aligned text."
         ),
     ],
     data_dir: Annotated[
         str | None, typer.Option(help="Folder of the data; by default $SHOESTRING_DATA.")
+    ] = None,
+    input: Annotated[
+        str | None,
+        typer.Option(help="Bring images to this shape, 1x28x28: channels, height, width."),
     ] = None,
     split: Annotated[
         str, typer.Option(help="What is evaluated: test, or validation out of the training set.")
@@ -55,20 +57,14 @@ def train(
         str | None, typer.Option(help="Plan for a peak of this size, such as '13 MB'.")
     ] = None,
     allow: Annotated[str | None, typer.Option(help="What --budget may cost, as for plan.")] = None,
-    density: Density = None,
-    precision: PrecisionKind = None,
-    microbatch: Microbatch = None,
-    simulated: Annotated[
-        bool, typer.Option("--simulated", help="Microbatches only for BatchNorm's statistics.")
-    ] = False,
-    checkpoint: Checkpoint = None,
+    techniques: dict[str, Any] = {},  # noqa: B006
     set_: Annotated[
         list[str] | None,
         typer.Option(
             "--set", help="Another setting, 'sparsity.fraction_multiplier=2'; repeatable."
         ),
     ] = None,
-    epochs: Annotated[int | None, typer.Option(help="By default the recipe's.")] = None,
+    epochs: Annotated[int | None, typer.Option(help="By default that of the data.")] = None,
     updates: Annotated[
         int | None, typer.Option(help="Length of a training on text, in place of epochs.")
     ] = None,
@@ -77,7 +73,9 @@ def train(
         float | None, typer.Option(help="The largest learning rate; by default tuned.")
     ] = None,
     warmup: Annotated[int | None, typer.Option(help="Text: updates of rising rates.")] = None,
-    dropout: Annotated[float | None, typer.Option(help="Text: by default the recipe's.")] = None,
+    dropout: Annotated[
+        float | None, typer.Option(help="Text: by default that of the data.")
+    ] = None,
     average: Annotated[
         int | None, typer.Option(help="Text: last epochs whose weights are averaged.")
     ] = None,
@@ -140,15 +138,12 @@ def train(
             model=model,
             data=data,
             data_dir=data_dir,
+            input=input,
             split=split,
             plan=plan,
             budget=budget,
             allow=allow,
-            density=density,
-            precision=precision,
-            microbatch=microbatch,
-            simulated=simulated,
-            checkpoint=checkpoint,
+            techniques=techniques,
             changes=named_values(set_ or ()),
             epochs=epochs,
             batch=batch,

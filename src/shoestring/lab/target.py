@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from ..errors import InputError
-from ..techniques import Microbatching
+from ..techniques.plan import Plan, from_flags
+from ..torch_private.dispatch import TorchDispatchMode
+from ..torch_private.fake_tensors import FakeTensorMode
+from ..torch_private.trees import tree_leaves
 from .models import builtin
 
 _TYPES = {
@@ -70,16 +71,33 @@ class InputSpec:
         return cls(shape, _TYPES[kind], match[1])
 
 
+def batch_unit(name: str) -> str:
+    """What the size of a batch counts: images, tokens or examples."""
+    return "examples" if ":" in name else builtin(name).batch_unit
+
+
+def flagged_plan(name: str, given: Mapping[str, Any]) -> Plan:
+    """What flags ask for, in the unit of the model."""
+    return from_flags(given, batch_unit(name))
+
+
+def at_once(plan: Plan) -> Plan:
+    """What is left of a plan for a batch that is the part which runs at once."""
+    return Plan(technique for technique in plan.techniques if technique.at_once is None)
+
+
 def resolve(
     name: str,
     inputs: Sequence[str] = (),
     *,
     batch: int | None = None,
-    microbatch: int | None = None,
+    plan: Plan | None = None,
     loss: str | None = None,
     real: bool = False,
 ) -> Target:
-    """Build what the command line names, on fake tensors; the batch is one microbatch.
+    """Build what the command line names, on fake tensors.
+
+    With a plan the batch is the part of the minibatch that runs at once.
 
     `real`: on tensors with memory and random data, integers 0 or 1 for an imported model.
     """
@@ -89,15 +107,15 @@ def resolve(
             hint=f"a whole number from 1 to {LARGEST_BATCH:,}",
         )
     if ":" not in name:
-        return _builtin(name, inputs, batch, microbatch, loss, real)
-    return _imported(name, inputs, batch, microbatch, loss, real)
+        return _builtin(name, inputs, batch, plan or Plan(), loss, real)
+    return _imported(name, inputs, batch, plan or Plan(), loss, real)
 
 
 def _builtin(
     name: str,
     inputs: Sequence[str],
     batch: int | None,
-    microbatch: int | None,
+    plan: Plan,
     loss: str | None,
     real: bool,
 ) -> Target:
@@ -107,11 +125,11 @@ def _builtin(
             f"{name} brings its own inputs and loss", hint="use --batch to change its size"
         )
     size = known.default_batch if batch is None else batch
-    if microbatch is not None:
-        Microbatching(microbatch).check_size(size)
+    for technique in plan.techniques:
+        technique.check_size(size)
     with nullcontext() if real else _building(), _not_too_large(name):
         model = known.build()
-        data = known.batch(size if microbatch is None else microbatch)
+        data = known.batch(size if plan.at_once is None else plan.at_once)
     return Target(name, model, data, known.loss, known.default_optimizer, size, known.batch_unit)
 
 
@@ -119,7 +137,7 @@ def _imported(
     name: str,
     inputs: Sequence[str],
     batch: int | None,
-    microbatch: int | None,
+    plan: Plan,
     loss: str | None,
     real: bool,
 ) -> Target:
@@ -135,33 +153,51 @@ def _imported(
         raise InputError("two inputs have the same name", hint="give every input its own name")
     size = batch if batch is not None else specs[0].shape[0]
     with _importing_from_here():
-        factory = _load(name)
         loss_function = default_loss if loss is None else _load(loss, "function")
     with nullcontext() if real else _building():
-        try:
-            with _importing_from_here():  # a factory may import what lies beside it
-                model = factory()
-        except InputError:
-            raise
-        except (Exception, SystemExit) as error:
-            raise InputError(
-                f"{name} raised {type(error).__name__}: {first_line(error)}",
-                hint="the factory is called without arguments and returns a torch.nn.Module",
-            ) from error
-        if not isinstance(model, nn.Module):
-            raise InputError(
-                f"{name} returned {type(model).__name__}, not a torch.nn.Module",
-                hint="the factory is called without arguments and returns a torch.nn.Module",
-            )
+        model = build(name)
         shapes = [s.shape if batch is None else (batch, *s.shape[1:]) for s in specs]
         tensors = [_make(s, shape, real) for s, shape in zip(specs, shapes, strict=True)]
     data: Any = tuple(tensors)
     if True in named:
         data = {str(s.name): t for s, t in zip(specs, tensors, strict=True)}
-    if microbatch is not None:
-        data = Microbatching(microbatch).prepare(data)
+    for technique in plan.techniques:
+        data = technique.prepare(data)
     checked = loss_function if real else _checking_types(loss_function)
     return Target(name, model, data, checked, "sgd", size, "examples")
+
+
+def build(name: str, **sizes: int) -> nn.Module:
+    """The model that `package.module:factory` makes.
+
+    A factory with arguments gets those of `sizes` that it names; what it names beside them it must
+    have defaults for.
+    """
+    wanted = ", ".join(sizes) or "no arguments"
+    hint = f"the factory may take {wanted}, and returns a torch.nn.Module"
+    with _importing_from_here():  # a factory may import what lies beside it
+        factory = _load(name)
+        try:
+            model = factory(**_taken(factory, sizes))
+        except InputError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise InputError(
+                f"{name} raised {type(error).__name__}: {first_line(error)}", hint=hint
+            ) from error
+    if not isinstance(model, nn.Module):
+        raise InputError(
+            f"{name} returned {type(model).__name__}, not a torch.nn.Module", hint=hint
+        )
+    return model
+
+
+def _taken(factory: Callable[..., Any], sizes: dict[str, int]) -> dict[str, int]:
+    try:
+        named = inspect.signature(factory).parameters
+    except (TypeError, ValueError):  # written in C
+        return {}
+    return {name: size for name, size in sizes.items() if name in named}
 
 
 def _make(spec: InputSpec, shape: tuple[int, ...], real: bool) -> torch.Tensor:

@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..memory.cuda.calibrate import learn_convolutions
-from ..techniques.microbatching.split import cut, examples_of
 from ..techniques.plan import Plan
+from ..torch_private.fake_tensors import FakeTensorMode
 from ..trace.answers import Answers, with_answers
 from ..trace.attributes import held_by
 from ..trace.batches import tensors_of
@@ -31,10 +30,11 @@ from ..trace.fakes import (
 from ..trace.graph import Phase, Trace, live_bytes
 from ..trace.outside import Outside
 from ..trace.recorder import Recorder
+from ..trace.split import cut, examples_of
 from ..trace.untouched import nothing_changes
 from ..trace.values import forget_varied
-from .apply import Step, apply
 from .graph import is_capturable
+from .step import Step, apply_alone
 
 
 def capture_step(
@@ -57,12 +57,10 @@ def capture_step(
     step. Without an optimizer there is no update, nor state; without `passes` there is only the
     update.
     """
-    micro = plan.microbatching
-    true = micro if micro is not None and not micro.simulated else None
-    at_once = None if true is None else true.examples_at_once(batch)
-    examples = examples_of(batch) if at_once is not None else None
-    cuts = at_once is not None and examples is not None and 2 * at_once <= examples
-    size = at_once if cuts else None
+    size = plan.examples_at_once(batch)
+    examples = examples_of(batch) if size is not None else None
+    if size is not None and (examples is None or 2 * size > examples):
+        size = None
 
     def trace(answers: Answers | None) -> Trace:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -98,19 +96,23 @@ def _traced(
         assert updates is not None
         if device == "cuda":
             default_to_foreach(updates)
-        precision = "fp32" if plan.precision is None else plan.precision.kind
-        graph = device == "cuda" and is_capturable(twin, updates, precision)
-        # While a graph is captured nothing can be read, and Hugging Face does not ask.
-        recorder, outside = Recorder(), Outside(mode, asked=not graph, answers=answers)
+        recorder, outside = Recorder(), Outside(mode, answers=answers)
         asked = nullcontext() if answers is None else answers.following(twin)
         kernels: AbstractContextManager[Any] = CudaKernels() if device == "cuda" else nullcontext()
         with named_failures(recorder), asked, mode, outside, kernels:
-            step = apply(Plan.of(plan.techniques), twin, updates, loss=loss)
+            step = apply_alone(Plan.of(plan), twin, updates, loss=loss)
+            # While a graph is captured nothing can be read, and Hugging Face does not ask.
+            if device == "cuda" and is_capturable(step._setup):
+                outside.stop_asking()
             if size is not None:
                 forget_varied(data)
-                data = cut(data, 0, size)
-                if passes:  # gradients as they are: one may be a part of a larger tensor
-                    step._setup.backward(step._setup.run(data))
+                if step._setup.adds_apart:
+                    # The third part meets all of them.
+                    data = cut(data, 0, min(3 * size, examples_of(data) or size))
+                else:
+                    data = cut(data, 0, size)
+                    if passes:  # gradients as they are: one may be a part of a larger tensor
+                        step._setup.backward(step._setup.run(data))
             elif passes and step._setup.first_run_differs:
                 for part, _ in step._setup.split(data):
                     step._setup.run(part)

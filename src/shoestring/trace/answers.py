@@ -18,7 +18,7 @@ import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,21 +26,22 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-)
 from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
 )
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
 
 from ..errors import TraceError
+from ..torch_private.autograd import DisableTorchFunction
+from ..torch_private.dispatch import TorchDispatchMode, without_modes
+from ..torch_private.fake_tensors import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from ..torch_private.trees import tree_leaves, tree_map
 from .batches import map_tensors, tensors_of
 from .draws import extreme, is_single_draw, pinned
 from .fakes import same_random_streams
@@ -194,15 +195,15 @@ class _Noting(TorchDispatchMode):
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         if is_single_draw(func, out):
-            with _disable_current_modes():
+            with without_modes():
                 out = pinned(out)
         if writes_masked(func, args):
-            with _disable_current_modes():
+            with without_modes():
                 gradient = _aten.index.Tensor(args[0].detach(), args[1])
                 held = _Held(gradient)
                 self._answers.note(_aten.index.Tensor, args[:2], held, anywhere=True)
         if is_question(func, args):
-            with _disable_current_modes():
+            with without_modes():
                 self._answers.note(func, args, tree_map(_held, out))
         return out
 
@@ -217,7 +218,7 @@ class _NotingReads(TorchFunctionMode):
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         if func is torch.Tensor.tolist:  # a fake tensor asks for one number after the other
-            with torch._C.DisableTorchFunction():
+            with DisableTorchFunction():
                 for number in args[0].detach().flatten().unbind():
                     self._answers.note(_NUMBER, (number,), number.item())
         elif func in _ARRAYS:
@@ -272,20 +273,31 @@ def given(answers: Answers, func: Any, args: Any, mode: FakeTensorMode) -> Any:
         return made
 
     found = answers.give(func, args)
-    with _disable_current_modes():
+    with without_modes():
         return tree_map(fake, found)
 
 
 def record_answers(model: nn.Module, batch: Any, loss: Callable[..., Any]) -> Answers:
-    """Compute the loss once for real; nothing is kept for backward, nothing changes."""
+    """Compute the loss once for real; nothing changes.
+
+    Nothing is kept for backward, unless the loss itself runs one.
+    """
+    try:
+        return _recorded(model, batch, loss, keep=False)
+    except TypeError as error:
+        if "unpack_hook" not in str(error):
+            raise
+    return _recorded(model, batch, loss, keep=True)
+
+
+def _recorded(model: nn.Module, batch: Any, loss: Callable[..., Any], *, keep: bool) -> Answers:
     answers = Answers()
     with ExitStack() as stack:
-        stack.enter_context(_disable_current_modes())
+        stack.enter_context(without_modes())
         stack.enter_context(same_random_streams())
         stack.enter_context(Untouched([loss, *hooks_of(model)]))
-        stack.enter_context(
-            torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda packed: packed)
-        )
+        dropped = torch.autograd.graph.saved_tensors_hooks(lambda t: None, lambda packed: packed)
+        stack.enter_context(nullcontext() if keep else dropped)
         stack.enter_context(answers.following(model, copied=False))
         stack.enter_context(_NotingReads(answers))
         stack.enter_context(_Noting(answers))

@@ -14,14 +14,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import (
+
+from ..errors import InputError, ShoestringError, TraceError
+from ..torch_private.fake_tensors import (
+    LOGGER,
     FakeTensorMode,
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
-from torch.utils._pytree import tree_leaves
-
-from ..errors import InputError, ShoestringError, TraceError
+from ..torch_private.trees import tree_leaves
 from .answers import INSIDE, Answers, reads_values, with_answers
 from .attributes import Held, held_by, moved_modules
 from .batches import tensors_of
@@ -146,7 +147,7 @@ def named_failures(recorder: Recorder | None = None) -> Iterator[None]:
 @contextmanager
 def _unlogged() -> Iterator[None]:
     """PyTorch logs what a shape function raises, with its traceback; here it is an error."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger = logging.getLogger(LOGGER)
     disabled, logger.disabled = logger.disabled, True
     try:
         yield

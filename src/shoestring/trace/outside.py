@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
 
+from ..torch_private.autograd import current_node
+from ..torch_private.dispatch import TorchDispatchMode, without_modes
+from ..torch_private.fake_tensors import FakeTensor, FakeTensorMode
+from ..torch_private.trees import tree_leaves, tree_map
 from .answers import PACKS, Answers, Reads, given, is_question, writes_masked
 from .draws import is_single_draw, pinned
 from .values import asking, run
@@ -37,17 +38,16 @@ class Outside(TorchDispatchMode):
     The loss may use modules that are not the model's: a discriminator, a teacher. Their gradients
     are put back on leaving; those the step made live on with this object, as they would in
     training. A single number is made for real, so that it can be compared and read:
-    `torch.rand([]) < self.layerdrop`. No generator of the user's is used, only the stream. `asked`:
-    Hugging Face asks the questions that `trace.values` can answer.
+    `torch.rand([]) < self.layerdrop`. No generator of the user's is used, only the stream. Hugging
+    Face asks the questions that `trace.values` can answer, until `stop_asking`. `answers` are those
+    to all other questions.
     """
 
-    def __init__(
-        self, fake_mode: FakeTensorMode, *, asked: bool = True, answers: Answers | None = None
-    ) -> None:
+    def __init__(self, fake_mode: FakeTensorMode, *, answers: Answers | None = None) -> None:
         super().__init__()
         self._fake_mode = fake_mode
         self._gradients: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
-        self._asking = asking() if asked else nullcontext()
+        self._asking: AbstractContextManager[Any] = asking()
         self._stepping = 0
         self._answers = answers
         self._reads = nullcontext() if answers is None else Reads(answers)
@@ -61,6 +61,11 @@ class Outside(TorchDispatchMode):
         super().__enter__()
         self._reads.__enter__()
         return self
+
+    def stop_asking(self) -> None:
+        """From now on as if a CUDA graph were captured, where nothing can be read."""
+        self._asking.__exit__(None, None, None)
+        self._asking = nullcontext()
 
     def _step_begins(self, *_: Any) -> None:
         self._stepping += 1
@@ -82,13 +87,13 @@ class Outside(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        node: Any = torch._C._current_autograd_node()
+        node: Any = current_node()
         if node is not None and node.name() == "torch::autograd::AccumulateGrad":
             leaf = node.variable
             if not isinstance(leaf, FakeTensor):
                 self._gradients.setdefault(id(leaf), (leaf, leaf.grad))
         if func in _NUMBERS and _is_one_number(args, kwargs):
-            with _disable_current_modes():
+            with without_modes():
                 real = func(*args, **kwargs)
                 real = pinned(real) if is_single_draw(func, real) else real
                 converter = self._fake_mode.fake_tensor_converter
@@ -100,7 +105,7 @@ class Outside(TorchDispatchMode):
             return args[0] if func._schema.is_mutable else run(_aten.clone.default, args[:1], {})
         if not self._stepping and is_question(func, args):
             if FakeTensor not in types and func is not PACKS:
-                with _disable_current_modes():
+                with without_modes():
                     return func(*args, **kwargs)
             if self._answers is not None and (func, args) in self._answers:
                 return given(self._answers, func, args, self._fake_mode)
@@ -112,14 +117,14 @@ class Outside(TorchDispatchMode):
             return run(func, args, kwargs)
         if written:
             return self._written(func, tensors, args, kwargs)
-        with _disable_current_modes():  # a view of a twin would count as memory of its own
+        with without_modes():  # a view of a twin would count as memory of its own
             return func(*args, **kwargs)
 
     def _written(
         self, func: Any, tensors: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Arithmetic in place on real tensors alone, which the fake mode would run, on twins."""
-        with _disable_current_modes():
+        with without_modes():
             twins = {id(tensor): self._fake_mode.from_tensor(tensor) for tensor in tensors}
         given = {id(twins[id(tensor)]): tensor for tensor in tensors}
         args, kwargs = tree_map(lambda leaf: twins.get(id(leaf), leaf), (args, kwargs))

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
+
+from ..torch_private.dispatch import without_modes
 
 
 def is_padding(func: Any) -> bool:
@@ -21,7 +22,7 @@ def padded(
     total_length: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The sequences side by side and their lengths: the same copies, run by run of equal sizes."""
-    with _disable_current_modes():
+    with without_modes():
         sizes: list[int] = [*batch_sizes.tolist(), 0]
     steps, batch = len(sizes) - 1, sizes[0]
     shape = (max(steps, total_length), batch, *data.shape[1:])
@@ -36,6 +37,6 @@ def padded(
             out[begun:step, :before].copy_(part)
             start, begun = stop, step
         lengths += [step] * (before - size)
-    with _disable_current_modes():
+    with without_modes():
         real = torch.tensor(lengths[::-1])
     return out.transpose(0, 1) if batch_first else out, real

@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
+from ..torch_private.dispatch import TorchDispatchMode, without_modes
+from ..torch_private.fake_tensors import FakeTensor
+from ..torch_private.trees import tree_leaves
 from .attributes import held_by, put_back
 from .fakes import same_random_streams
 from .reached import Reached
@@ -161,7 +161,7 @@ class Untouched(TorchDispatchMode):
         if key is None or key in self._known or key in self._copies:
             return
         storage = tensor.untyped_storage()
-        with _disable_current_modes():  # on the host: the trial may be measured
+        with without_modes():  # on the host: the trial may be measured
             self._copies[key] = storage, storage.cpu() if tensor.is_cuda else storage.clone()
 
     def _made(self, tensor: torch.Tensor, args: Any, kwargs: Any) -> None:

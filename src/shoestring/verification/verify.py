@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
@@ -15,34 +15,22 @@ from torch import nn
 
 from ..errors import InputError, NoEffectWarning
 from ..memory.live.measure import measure, training_step
-from ..step.apply import Step, apply
+from ..step.apply import apply
 from ..step.predict import predict_step
+from ..step.step import Step
 from ..step.streams import rewound, stream_states
 from ..techniques.base import Technique
-from ..techniques.checkpointing.caches import caches_off
-from ..techniques.microbatching.split import examples_of
+from ..techniques.claims import WHAT, Circumstances, Claims, Level
 from ..techniques.plan import Plan
-from ..techniques.precision.blocks import block_elements, cut
-from ..techniques.precision.moments import SQUARES, SUFFIX, power_of_two
-from ..techniques.sparsity.modules import sparse_tensors
-from ..techniques.sparsity.tensor import SparseTensor
 from ..trace.batches import map_tensors
 from ..trace.blocks import is_normalization
 from ..trace.capture import Loss, user_code
 from ..trace.draws import has_random_depth
 from ..trace.fakes import check_optimizer, make_optimizer, unwrapped
+from ..trace.split import examples_of
 from ..trace.untouched import hooks_of
-from .certificate import TOLERANCES, Certificate, Comparison, Level, compare
-from .claims import (
-    MICROBATCHES,
-    RECOMPUTATION,
-    WHAT,
-    Circumstances,
-    Claims,
-    claims,
-    hides_microbatches,
-    suspicion,
-)
+from .certificate import TOLERANCES, Certificate, Comparison, compare
+from .claims import claims, hidden, suspicion
 from .dropout import turn_off_dropout
 from .floats import computed_kinds, whole_fp32
 
@@ -69,39 +57,45 @@ def verify(
     random streams given are left as they are. FP32 is whole, without TF32. With fewer batches than
     steps they are used again.
     """
-    chosen = Plan.of(plan.techniques if isinstance(plan, Plan) else plan)  # without a budget
+    chosen = Plan.of(plan)
     check_optimizer(optimizer)
     optimizer = unwrapped(optimizer)
     data = _batches(batches, steps)
-    compared = nullcontext() if chosen.checkpointing is None else caches_off(model)
     trial = _Plain(model, optimizer, loss)
     touched = rewound([loss, *hooks_of(model)], trial.model, lambda: trial.train(data[:1]))
-    with touched as rewind, compared, ExitStack() as trained:
+    with touched as rewind, ExitStack() as compared, ExitStack() as trained:
+        for technique in chosen.techniques:
+            compared.enter_context(technique.comparable(model))
         trained.enter_context(whole_fp32())
         plain = _Plain(model, optimizer, loss)
         expected = plain.train(data)
         kinds = plain.kinds(data[0])
         rewind()
         planned = _Planned(chosen, model, optimizer, loss)
-        if planned.sparse:
-            expected.gradients = _Plain(model, optimizer, loss).masked_gradients(planned, data[0])
+        as_planned = _Plain(model, optimizer, loss)
+        if any([meaning.prepare_plain(as_planned.named) for meaning in planned.meanings]):
+            gradients = as_planned.train(data[:1]).gradients
+            expected.gradients = {n: planned.expected(n, g) for n, g in gradients.items()}
             rewind()
+        del as_planned
         found = planned.train(data)
         at = _circumstances(chosen, model, optimizer, data, expected)
         promised = claims(chosen, at)
         types = kinds | {p.dtype for p in planned.named.values()}
-        comparisons = _compare(expected, found, promised, planned, _tolerance(types), at.split)
-        if hides_microbatches(chosen, at, promised):
-            batch = next(batch for batch in data if _is_cut(chosen, batch))
-            given = chosen, batch, rewind, _tolerance(kinds), model, optimizer, loss
-            comparisons += (_microbatches(*given),)
-        if chosen.checkpointing is not None and len(chosen.techniques) > 1:
+        comparisons = _compare(expected, found, promised, planned, _tolerance(types))
+        for name in hidden(chosen, at, promised):
+            proven = chosen.get(name)
+            assert proven is not None
+            if proven.proof == "alone":
+                batch = next((batch for batch in data if _is_cut(chosen, batch)), data[0])
+                given = proven, batch, rewind, _tolerance(kinds), model, optimizer, loss
+                comparisons += (_alone(*given),)
+                continue
             rewind()
-            kept = replace(chosen, checkpointing=None)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", NoEffectWarning)  # said once
-                without = _Planned(kept, model, optimizer, loss).train(data)
-            comparisons += (_recomputation(without, found, planned),)
+                without = _Planned(chosen.without(name), model, optimizer, loss).train(data)
+            comparisons += (_beside(proven, without, found, planned),)
         trained.close()
         there = next(model.parameters()).device.type
 
@@ -151,8 +145,8 @@ def _circumstances(
 
 
 def _is_cut(plan: Plan, batch: Any) -> bool:
-    micro = plan.microbatching
-    return micro is not None and (examples_of(batch) or 0) > micro.examples_at_once(batch)
+    cuts = any(technique.examples_together(batch) is not None for technique in plan.techniques)
+    return cuts and plan.examples_together(batch) < (examples_of(batch) or 0)
 
 
 def _tolerance(kinds: set[torch.dtype]) -> float:
@@ -223,26 +217,16 @@ class _Copy:
         buffers = dict(self.model.named_buffers())
         made.buffers = {name: buffers[name].clone() for name in self.buffers if name in buffers}
         made.parameters = {name: p.detach().clone() for name, p in self.named.items()}
-        made.state = {
-            (name, key): self._held(p, key).clone()
-            for name, p in self.named.items()
-            for key, held in self.optimizer.state.get(p, {}).items()
-            if isinstance(held, torch.Tensor) and not key.endswith(SUFFIX)
-        }
+        for name, p in self.named.items():
+            for key, held in self.optimizer.state.get(p, {}).items():
+                meant = self.meant(p, key, held) if isinstance(held, torch.Tensor) else None
+                if meant is not None:
+                    made.state[name, key] = meant.clone()
         return made
 
-    def _held(self, parameter: torch.Tensor, key: str) -> torch.Tensor:
-        """A state tensor; one that is stored times powers of two, as it is meant."""
-        state = self.optimizer.state[parameter]
-        held: torch.Tensor = state[key]
-        if key + SUFFIX not in state:
-            return held
-        exponents, meant = state[key + SUFFIX], held.float()
-        total = sum(p.numel() for group in self.optimizer.param_groups for p in group["params"])
-        rows = [...] if exponents.numel() == 1 else cut(held, block_elements(total))
-        for part, scale in zip(rows, power_of_two(-exponents), strict=True):
-            meant[part] *= scale
-        return meant.square() if key in SQUARES else meant
+    def meant(self, parameter: torch.Tensor, key: str, held: torch.Tensor) -> torch.Tensor | None:
+        """A state tensor as it is meant; None for one that plain training does not have."""
+        return held
 
 
 class _Plain(_Copy):
@@ -256,14 +240,6 @@ class _Plain(_Copy):
         with user_code():
             return computed_kinds(lambda: self.loss(self.model, map_tensors(torch.clone, batch)))
 
-    def masked_gradients(self, planned: _Planned, batch: Any) -> dict[str, torch.Tensor]:
-        """Of the model that is zero where the plan's is, at its nonzeros."""
-        with torch.no_grad():
-            for name, tensor in planned.sparse.items():
-                self.named[name].mul_(tensor.mask().view(tensor.shape))
-        gradients = self.train([batch]).gradients
-        return {name: planned.at_nonzeros(name, g) for name, g in gradients.items()}
-
 
 class _Planned(_Copy):
     """As the plan says."""
@@ -271,21 +247,27 @@ class _Planned(_Copy):
     def __init__(self, plan: Plan, model: nn.Module, optimizer: Optimizer, loss: Loss) -> None:
         super().__init__(model, optimizer, loss)
         self.step: Step = apply(plan, self.model, self.optimizer, loss=loss)
-        self.sparse: dict[str, SparseTensor] = sparse_tensors(self.model)
+        self.meanings = self.step._setup.meanings
 
     def run(self, batch: Any) -> torch.Tensor:
         return self.step(batch)
 
     def gradient(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
         """Without the loss scale."""
-        scale = getattr(self.step._setup.state.get("precision"), "scale", None)
-        return super().gradient(name, gradient if scale is None else gradient / scale.scale)
+        scale = self.step.loss_scale
+        return super().gradient(name, gradient if scale is None else gradient / scale)
 
-    def at_nonzeros(self, name: str, dense: torch.Tensor) -> torch.Tensor:
+    def meant(self, parameter: torch.Tensor, key: str, held: torch.Tensor) -> torch.Tensor | None:
+        found: torch.Tensor | None = held
+        for meaning in self.meanings:
+            found = None if found is None else meaning.state(parameter, key, found)
+        return found
+
+    def expected(self, name: str, plain: torch.Tensor) -> torch.Tensor:
         """What a tensor of plain training is to be compared with."""
-        tensor = self.sparse.get(name)
-        fits = tensor is not None and dense.shape == tensor.shape
-        return tensor.gather(dense) if tensor is not None and fits else dense
+        for meaning in self.meanings:
+            plain = meaning.expected(name, plain)
+        return plain
 
 
 def _compare(
@@ -294,9 +276,8 @@ def _compare(
     promised: Claims,
     planned: _Planned,
     tolerance: float,
-    split: bool,
 ) -> tuple[Comparison, ...]:
-    at = planned.at_nonzeros
+    at = planned.expected
     moved = {name: at(name, held) for name, held in expected.parameters.items()}
     state = {key: at(key[0], held) for key, held in expected.state.items()}
     pairs: dict[str, tuple[dict[Any, Any], dict[Any, Any]]] = {
@@ -314,48 +295,52 @@ def _compare(
         "random stream", claim, level, None, None, "" if same else why
     )
     rows = (made[what] for what in WHAT)
-    return tuple(row if row.ok else suspicion(row, split=split) for row in rows)
+    return tuple(row if row.ok else suspicion(row, planned.step.plan) for row in rows)
 
 
-def _recomputation(kept: _Trained, again: _Trained, planned: _Planned) -> Comparison:
-    """All that training leaves behind, with and without running things again."""
+def _beside(
+    technique: Technique, without: _Trained, found: _Trained, planned: _Planned
+) -> Comparison:
+    """All that training leaves behind, with and without one technique of the plan."""
     claim = Level.EQUAL if next(iter(planned.named.values())).is_cpu else Level.ROUNDING
     tolerance = TOLERANCES[torch.float32]
-    made = compare(RECOMPUTATION, kept.all(), again.all(), claim, "", tolerance)
-    if kept.streams != again.streams:
+    made = compare(technique.name, without.all(), found.all(), claim, "", tolerance)
+    if without.streams != found.streams:
         made = replace(made, found=Level.LOSSY)
-    return made if made.ok else suspicion(made)
+    return made if made.ok else suspicion(made, planned.step.plan)
 
 
-def _microbatches(
-    plan: Plan,
+def _alone(
+    technique: Technique,
     batch: Any,
     rewind: Callable[[], None],
     tolerance: float,
     *trained: Any,
 ) -> Comparison:
-    """Loss and gradients of one step without dropout, whole and part by part."""
+    """Loss and gradients of one step without dropout, plainly and by one technique alone."""
 
     def quiet(side: _Copy) -> _Trained:
         turn_off_dropout(side.model)
         return side.train([batch])
 
+    name = technique.name
     rewind()
     whole = quiet(_Plain(*trained))
     drawn = whole.streams[0] != whole.streams[1]
-    if drawn and not _split(whole, quiet(_Plain(*trained)), tolerance).ok:  # from the stream's now
+    again = quiet(_Plain(*trained)) if drawn else whole  # from the stream's now
+    if drawn and not _worse(name, whole, again, tolerance).ok:
         why = "not compared: without dropout, too, the step is random"
-        return Comparison(MICROBATCHES, Level.ROUNDING, Level.NONE, None, None, why)
+        return Comparison(name, Level.ROUNDING, Level.NONE, None, None, why)
     rewind()
-    parts = quiet(_Planned(Plan(microbatching=plan.microbatching), *trained))
-    made = _split(whole, parts, tolerance)
-    return made if made.ok else suspicion(made)
+    parts = quiet(_Planned(Plan([technique]), *trained))
+    made = _worse(name, whole, parts, tolerance)
+    return made if made.ok else suspicion(made, Plan([technique]))
 
 
-def _split(whole: _Trained, parts: _Trained, tolerance: float) -> Comparison:
+def _worse(name: str, whole: _Trained, parts: _Trained, tolerance: float) -> Comparison:
     """The worse of loss and gradients, each on its own scale."""
     losses = dict(enumerate(whole.losses)), dict(enumerate(parts.losses))
     pairs: list[tuple[Any, Any]] = [losses, (whole.gradients, parts.gradients)]
     why = "gradients are added part by part"
-    made = [compare(MICROBATCHES, *pair, Level.ROUNDING, why, tolerance) for pair in pairs]
+    made = [compare(name, *pair, Level.ROUNDING, why, tolerance) for pair in pairs]
     return max(made, key=lambda comparison: comparison.error or 0)

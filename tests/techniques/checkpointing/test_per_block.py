@@ -14,23 +14,24 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
+from chains import chain_of
 from shoestring.cli.main import app
 from shoestring.errors import InputError
 from shoestring.lab.models import builtin
 from shoestring.memory.items import LEAVES, Item, leaves, part, read, write
 from shoestring.memory.model import memory_profile
-from shoestring.planning.block_chain import measure_chain
-from shoestring.planning.chain import front
-from shoestring.planning.stages import evaluate
 from shoestring.step.apply import apply
 from shoestring.step.predict import predict_step
 from shoestring.techniques import Checkpointing, Microbatching, Precision
+from shoestring.techniques.checkpointing.solve import front
+from shoestring.techniques.checkpointing.stages import evaluate
 from shoestring.techniques.plan import Plan
 from shoestring.trace.blocks import block_levels
 from shoestring.trace.capture import capture
 from shoestring.verification.certificate import Level
 from shoestring.verification.verify import verify
 from techniques.small_models import SMALL
+from tiers import slow_but
 
 FOUR = [
     ("keep*4",),
@@ -56,10 +57,11 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-@pytest.mark.parametrize(("name", "schedule"), CASES, ids=str)
+@pytest.mark.parametrize("case", slow_but(3, CASES), ids=str)
 def test_training_is_plain_training_and_the_peak_is_the_predicted_one(
-    name: str, schedule: tuple[str, ...]
+    case: tuple[str, tuple[str, ...]],
 ) -> None:
+    name, schedule = case
     small = SMALL[name]
     torch.manual_seed(0)
     model, batch = small.build(), small.batch()
@@ -70,6 +72,7 @@ def test_training_is_plain_training_and_the_peak_is_the_predicted_one(
     assert found.predicted_peak_bytes == pytest.approx(found.measured_peak_bytes, rel=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("other", [Precision("bf16"), Microbatching(2)], ids=str)
 def test_it_combines_with_the_other_techniques(other: Any) -> None:
     small = SMALL["transformer"]
@@ -87,7 +90,7 @@ def products(run: Any) -> int:
     return int(counter.get_total_flops())
 
 
-@pytest.mark.parametrize("name", ["wrn-16-1", "tied"])
+@pytest.mark.parametrize("name", slow_but(1, ["wrn-16-1", "tied"]))
 def test_a_chain_says_what_every_schedule_needs(name: str) -> None:
     """Peaks of executed steps within 0.2%, and never above the chain's by more."""
     if name in SMALL:
@@ -97,7 +100,7 @@ def test_a_chain_says_what_every_schedule_needs(name: str) -> None:
         known = builtin(name)
         model, batch, loss = known.build(), known.batch(2), known.loss
     optimizer = sgd(model)
-    chain = measure_chain([], model, batch, loss=loss, optimizer=optimizer)
+    chain = chain_of([], model, batch, loss=loss, optimizer=optimizer)
     names = tuple(block.name for block in chain.blocks)
     points = front(chain)
     assert points[0].peak_bytes < 0.8 * points[-1].peak_bytes
@@ -110,11 +113,12 @@ def test_a_chain_says_what_every_schedule_needs(name: str) -> None:
     assert step.measure(batch).peak_bytes == pytest.approx(points[0].peak_bytes, rel=0.002)
 
 
+@pytest.mark.slow
 def test_what_runs_again_is_what_the_chain_counts() -> None:
     """To the product: the last of a block's do not run again."""
     known = builtin("wrn-16-1")
     model, batch = known.build(), known.batch(2)
-    chain = measure_chain([], model, batch, loss=known.loss, optimizer="sgd")
+    chain = chain_of([], model, batch, loss=known.loss, optimizer="sgd")
     plain = products(lambda: known.loss(model, batch))
     for items in [(("keep",),) * 6, (("keep", ("keep",), "keep"), "keep", ("keep", "keep"))]:
         ours = copy.deepcopy(model)
@@ -136,10 +140,11 @@ def test_blocks_that_something_else_reads_do_not_share_a_region() -> None:
             return self.layers[3](y + first)
 
     model, batch = Skipping(), torch.randn(3, 8)
-    chain = measure_chain([], model, batch, loss=lambda m, b: m(b).sum(), optimizer="sgd")
+    chain = chain_of([], model, batch, loss=lambda m, b: m(b).sum(), optimizer="sgd")
     assert [block.joins for block in chain.blocks] == [False, True, False, False]
 
 
+@pytest.mark.slow
 def test_blocks_are_as_small_as_they_hand_on_their_output() -> None:
     class Stage(nn.Module):
         def __init__(self) -> None:
@@ -160,9 +165,9 @@ def test_blocks_are_as_small_as_they_hand_on_their_output() -> None:
     batch: dict[str, Any] = {"loss": lambda m, b: m(b).sum(), "optimizer": "sgd"}
     model = nn.Sequential(*(Stage() for _ in range(3)))
     assert [len(level) for level in block_levels(model)] == [3, 6]
-    assert len(measure_chain([], model, torch.randn(3, 8), **batch).blocks) == 6
+    assert len(chain_of([], model, torch.randn(3, 8), **batch).blocks) == 6
     model = nn.Sequential(*(Twice() for _ in range(3)))
-    assert len(measure_chain([], model, torch.randn(3, 8), **batch).blocks) == 3
+    assert len(chain_of([], model, torch.randn(3, 8), **batch).blocks) == 3
 
 
 class Layer(nn.Module):
@@ -232,7 +237,7 @@ def test_people_can_write_it() -> None:
 def test_the_command_line_takes_it() -> None:
     ran = CliRunner().invoke(app, ["profile", "wrn-10-1", "--checkpoint", "[cheap], [keep*2]"])
     assert ran.exit_code == 0
-    assert "fp32 · [cheap], [keep*2]" in ran.stdout
+    assert "sgd · [cheap], [keep*2]" in ran.stdout
 
 
 @pytest.mark.parametrize(

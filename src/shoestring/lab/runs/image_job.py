@@ -9,14 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..tasks.images import Feed, ImageTask
+from ..tasks.images import ImageFeed, ImageTask
 from ...trace.capture import Loss
 from ...step.distributed import add_over_ranks
 from ...step.group import rank, ranks
-from .settings import Settings, build_model
+from .settings import ImageSettings, build_model
 from ...step.shares import Parallel, cut_evenly, shares_of
 
-_TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class ImageJob:
@@ -28,7 +27,7 @@ class ImageJob:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: ImageSettings,
         task: ImageTask,
         device: torch.device,
         parallel: str | None,
@@ -41,14 +40,13 @@ class ImageJob:
             shares = shares_of(settings.batch, self.parallel, settings.plan)
         self._most = max(stop - start for start, stop in shares)
         self._layout = torch.channels_last if settings.channels_last else torch.preserve_format
-        kind = "fp32" if settings.plan.precision is None else settings.plan.precision.kind
-        self.feed = Feed(
+        self.feed = ImageFeed(
             task,
             settings.batch,
             seed=settings.seed,
             share=shares[rank()],
             device=device,
-            dtype=_TYPES[kind],
+            dtype=settings.plan.input_dtype,
             channels_last=settings.channels_last,
             in_place=device.type == "cuda",
             device_limit_bytes=device_limit_bytes,
@@ -57,7 +55,7 @@ class ImageJob:
 
     def model(self) -> tuple[nn.Module, Loss]:
         """As the settings name it, in their layout."""
-        model, loss = build_model(self.settings.model, self._task.classes)
+        model, loss = build_model(self.settings.model, self._task.classes, self._task.shape[0])
         return model.to(memory_format=self._layout), loss  # type: ignore[call-overload]
 
     def optimizer(self, model: nn.Module, device: torch.device) -> torch.optim.SGD:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,14 +14,15 @@ from ..decoding.beam import translate
 from ..decoding.bleu import score
 from ...errors import InputError
 from ..models import builtin
-from ..models.dynamic_conv import DCTransformer
+from ..models.label_smoothing import label_smoothed_loss
+from ..target import build
 from ...techniques.plan import Plan
 from ..tasks import TextTask
 from ..tasks.bpe import PADDING, Vocabulary
 from ..tasks.corpus import joined
 from ..tasks.prepared import read_vocabularies, write_vocabularies
 from ..tasks.token_batches import TextFeed, target_tokens
-from ...trace.capture import Loss
+from ...trace.capture import Loss, check_trainable
 from .average import mean_of_files
 from ...step.distributed import add_over_ranks
 from ...step.group import rank, ranks
@@ -65,14 +65,14 @@ class TextJob:
 
     def optimizer(self, model: nn.Module, device: torch.device) -> torch.optim.Adam:
         """Adam; in FP32 on CUDA it can be captured, in 16 bits it can be anyway."""
-        on_cuda, precision = device.type == "cuda", self.settings.plan.precision
+        on_cuda = device.type == "cuda"
         return torch.optim.Adam(
             model.parameters(),
             lr=self.settings.learning_rate_at(0),
             betas=self.settings.betas,
             weight_decay=self.settings.weight_decay,
             fused=on_cuda,
-            capturable=on_cuda and (precision is None or precision.kind == "fp32"),
+            capturable=on_cuda and self.settings.plan.input_dtype is torch.float32,
         )
 
     def learning_rate(self, update: int) -> float:
@@ -81,9 +81,7 @@ class TextJob:
 
     def sample(self) -> Any:
         """The largest shape there is; of many microbatches two, since all others are alike."""
-        micro = self.plan.microbatching
-        in_tokens = micro is not None and micro.unit == "tokens"
-        return self.feed.sample(micro.size if micro is not None and in_tokens else None)
+        return self.feed.sample(self.plan.tokens_at_once)
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """Mean of -log p of the validation set's words, without smoothing."""
@@ -128,9 +126,10 @@ class TextJob:
         sentences, references = self._task.scored
         try:
             found = translate(
-                cast(DCTransformer, model),
+                model,
                 sentences,
                 self.settings.search,
+                words=self._task.target_vocabulary.size,
                 tokens=self.settings.evaluation_batch,
                 device=self._device,
             )
@@ -155,20 +154,37 @@ class TextJob:
 
 def weighted_by_tokens(plan: Plan) -> Plan:
     """The same plan; microbatches weigh as many words as they have, so the loss is the mean."""
-    micro = plan.microbatching
-    if micro is None or micro.weight != "examples":
-        return plan
-    return replace(plan, microbatching=replace(micro, weight=target_tokens))
+    return Plan(technique.weighted(target_tokens) for technique in plan.techniques)
 
 
 def build_text_model(
     name: str, source: Vocabulary, target: Vocabulary, dropout: float
 ) -> tuple[nn.Module, Loss]:
-    """A built-in translation model with these vocabularies."""
+    """A translation model with these vocabularies: `model(source, target so far)` gives scores."""
+    sizes = {"source_vocabulary": source.size, "target_vocabulary": target.size}
     if ":" in name:
-        raise InputError(f"{name}: text trains built-in models only", hint="dc-transformer")
+        model = build(name, **sizes)
+        check_trainable(model)
+        return model, _loss_over(name, target.size)
     known = builtin(name)
     if known.batch_unit != "tokens":
         raise InputError(f"{name} does not take sentences", hint="such as dc-transformer")
-    sizes = {"source_vocabulary": source.size, "target_vocabulary": target.size}
     return known.build(**sizes, dropout=dropout), known.loss
+
+
+def _loss_over(name: str, words: int) -> Loss:
+    """Label-smoothed; a model of somebody's own may have other outputs than scores."""
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        scores, asked = model(batch["source"], batch["target_in"]), batch["target_out"]
+        shape = tuple(getattr(scores, "shape", ()))
+        if shape[:2] != tuple(asked.shape) or len(shape) != 3 or shape[2] < words:
+            made = f"a tensor of shape {shape}" if shape else f"a {type(scores).__name__}"
+            raise InputError(
+                f"{name} makes {made} of {asked.shape[0]} × {asked.shape[1]} words",
+                hint=f"its outputs must be scores, {asked.shape[0]} × {asked.shape[1]} × {words} "
+                "(a factory may take source_vocabulary and target_vocabulary)",
+            )
+        return label_smoothed_loss(scores, asked)
+
+    return loss

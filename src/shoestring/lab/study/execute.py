@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import InputError, ShoestringError, TrainingStopped
+from ...techniques.registry import flags, registered
 from ..records.run import FILE, Event, Records, provenance, read
 from ..runs import snapshot
-from .expand import Job
-from .spec import FLAGS, PROFILED, TECHNIQUES, Values
+from .expand import StudyJob
+from .spec import FLAGS, Values, profiled
 
 FAILURE = "failure.json"
 LOG = "log.txt"
@@ -41,7 +42,7 @@ class Place:
 class Outcome:
     """How a job ended: its events, or its error."""
 
-    job: Job
+    job: StudyJob
     folder: Path
     events: tuple[Event, ...]
     error: str | None = None
@@ -57,7 +58,7 @@ class Outcome:
         return self.events[0]
 
 
-def outcome(job: Job, folder: Path) -> Outcome | None:
+def outcome(job: StudyJob, folder: Path) -> Outcome | None:
     """What a job's folder says; None where it has not ended."""
     error = failure(folder)
     if error is not None:
@@ -90,7 +91,7 @@ def failure(folder: Path) -> str | None:
         raise InputError(f"{file} is not of shoestring study") from None
 
 
-def execute(job: Job, folder: Path, place: Place) -> None:
+def execute(job: StudyJob, folder: Path, place: Place) -> None:
     """Run the job to its end, going on where there is a snapshot; an error becomes a file.
 
     What stops it from outside (a signal) is raised: it is to go on later.
@@ -113,7 +114,7 @@ def execute(job: Job, folder: Path, place: Place) -> None:
             path.unlink(missing_ok=True)
 
 
-def execute_alone(job: Job, folder: Path, place: Place) -> None:
+def execute_alone(job: StudyJob, folder: Path, place: Place) -> None:
     """Execute, in a process that is there for this job: what it prints goes to its log."""
     folder.mkdir(parents=True, exist_ok=True)
     log = os.open(folder / LOG, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
@@ -162,20 +163,22 @@ def _wait_for(folder: Path) -> None:
 
 def arguments(settings: Mapping[str, Any]) -> Values:
     """Settings as the arguments of `Call`: those with a dot change a technique."""
-    dotted = {name: v for name, v in settings.items() if name.partition(".")[0] in TECHNIQUES}
+    dotted = {name: v for name, v in settings.items() if name.partition(".")[0] in registered()}
     dotted = {name: value for name, value in dotted.items() if "." in name}
-    plain = {FLAGS.get(name, name): v for name, v in settings.items() if name not in dotted}
-    return {**plain, "changes": dotted}
+    flagged = {name: value for name, value in settings.items() if name in flags()}
+    taken = dotted.keys() | flagged.keys()
+    plain = {FLAGS.get(name, name): v for name, v in settings.items() if name not in taken}
+    return {**plain, "techniques": flagged, "changes": dotted}
 
 
-def _train(job: Job, folder: Path, place: Place, **more: Any) -> Event:
+def _train(job: StudyJob, folder: Path, place: Place, **more: Any) -> Event:
     from ..runs.command import Call, start
 
     given = {"device": place.device, "data_dir": place.data_dir, **arguments(job.settings), **more}
     return start(Call(**given, out=str(folder), resume=True)).event
 
 
-def _measure(job: Job, folder: Path, place: Place) -> None:
+def _measure(job: StudyJob, folder: Path, place: Place) -> None:
     steps = folder / "steps"
     shutil.rmtree(steps, ignore_errors=True)
     event = _train(job, steps, place, stop_after=f"{MEASURED_UPDATES} steps")
@@ -187,15 +190,15 @@ def _measure(job: Job, folder: Path, place: Place) -> None:
     shutil.rmtree(steps)
 
 
-def _profile(job: Job, folder: Path, place: Place) -> None:
+def _profile(job: StudyJob, folder: Path, place: Place) -> None:
     import torch
 
     from ..runs.command import Call, job_of
     from ..tasks import IMAGES
-    from .timelines import profiled, profiled_job
+    from .timelines import profiled_job, profiled_settings
 
     if job.settings.get("data", "") in ("", *IMAGES):
-        made = profiled({n: v for n, v in job.settings.items() if _counts(n)})
+        made = profiled_settings({n: v for n, v in job.settings.items() if _counts(n)})
     else:  # a text decides about vocabularies and shapes
         made = profiled_job(job_of(Call(**arguments(job.settings), data_dir=place.data_dir)))
     with Records(folder) as records:
@@ -205,7 +208,7 @@ def _profile(job: Job, folder: Path, place: Place) -> None:
         records.write("end", **made)
 
 
-_KINDS: dict[str, Callable[[Job, Path, Place], Any]] = {
+_KINDS: dict[str, Callable[[StudyJob, Path, Place], Any]] = {
     "train": _train,
     "profile": _profile,
     "measure": _measure,
@@ -214,4 +217,4 @@ _KINDS: dict[str, Callable[[Job, Path, Place], Any]] = {
 
 def _counts(name: str) -> bool:
     """Whether a setting of a training has a say in its memory."""
-    return name in PROFILED or name == "data" or "." in name
+    return name in profiled() or name == "data" or "." in name

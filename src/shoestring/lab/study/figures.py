@@ -9,11 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from ...errors import InputError
+from ...errors import InputError, needs_extra
+from ...techniques.registry import flags
 from .results import Results, Row
 from .spec import Figure
 from .statistics import pareto_front
-from .tables import HEADS, SETTINGS, head, shown
+from .tables import HEADS, head, setting_label, shown
 
 # Okabe and Ito's colours, which people with any colour vision can tell apart, less the yellow.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -67,13 +68,8 @@ def _default(results: Results) -> tuple[Figure, ...]:
 @contextmanager
 def _drawing() -> Iterator[Any]:
     """A way to make canvases, without the global state of pyplot."""
-    try:
+    with needs_extra("lab", "matplotlib", "a report with figures"):
         from matplotlib import figure, style
-    except ImportError:
-        raise InputError(
-            "figures are drawn by matplotlib, which is not installed",
-            hint="pip install 'shoestring[plots]'",
-        ) from None
     with style.context(["default", STYLE]):
         yield figure.Figure
 
@@ -114,9 +110,10 @@ def series_name(row: Row, names: Sequence[str]) -> str:
 
 def _named(name: str, value: Any) -> str:
     text = shown(name, value)
-    if name == "density":
-        return f"{text} nonzero"
-    return text if isinstance(value, str) else f"{SETTINGS.get(name, name)} {text}"
+    flag = flags().get(name)
+    if flag is not None and flag.percent:
+        return f"{text} {setting_label(name).removesuffix('s')}"
+    return text if isinstance(value, str) else f"{setting_label(name)} {text}"
 
 
 def _lines(make: Any, results: Results, figure: Figure) -> Any:

@@ -9,18 +9,19 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from ...errors import InputError
+from ...techniques.registry import flags as technique_flags
+from ...techniques.registry import registered
 from .kinds import at_least_one, check, known, named, or_list
 
 Values = dict[str, Any]
 
 FLAGS = {"lr": "learning_rate", "eval_every": "evaluate_every", "eval_batch": "evaluation_batch"}
 """Settings whose flag is not the name of the argument behind it."""
-_ELSEWHERE = ("data_dir", "device", "out", "resume", "stop_after", "tensorboard", "changes")
+_ELSEWHERE = (
+    "data_dir", "device", "out", "resume", "stop_after", "tensorboard", "changes", "techniques",
+)  # fmt: skip
 """Arguments of a training that a study sets itself, or that say where it happens."""
-PROFILED = frozenset(
-    "model input loss batch optimizer density precision microbatch checkpoint accounting device "
-    "simulated".split()
-)
+_PROFILED = frozenset("model input loss batch optimizer accounting device".split())
 QUANTITIES = frozenset(
     "score interval score_loss n failed seconds flops_ratio counted_bytes measured_bytes "
     "predicted_bytes model_bytes optimizer_bytes activation_bytes reduction model_reduction "
@@ -32,7 +33,6 @@ PLACES = frozenset({"data_on", "snapshot_every", "parallel"})
 _TRIALS = ("trials", "seeds")
 SCORES = {"bleu": "BLEU", "best_accuracy": "accuracy (%)", "accuracy": "accuracy (%)"}
 """Fields of a last event that say how good a run is, and what they are called."""
-TECHNIQUES = ("sparsity", "precision", "checkpointing", "microbatching")
 KINDS = ("train", "profile")
 FIGURES = ("line", "front", "pie")
 _OWN = {"labels": dict, "stands_for": dict}
@@ -60,7 +60,7 @@ _FIGURE = {
 
 
 @dataclass(frozen=True)
-class Search:
+class StudySearch:
     """Settings to be chosen on the validation split, for each of several settings apart."""
 
     over: Mapping[str, list[Any]]
@@ -74,7 +74,7 @@ class Search:
 
 
 @dataclass(frozen=True)
-class Target:
+class StudyTarget:
     """What somebody else found: where the settings are these, the quantities were those.
 
     A quantity behind `max_` or `min_` is a bound. Those of a search are settings: what it chose.
@@ -114,10 +114,10 @@ class Study:
     score_label: str
     base: Mapping[str, Any]
     grids: tuple[Mapping[str, Any], ...]
-    searches: tuple[Search, ...]
+    searches: tuple[StudySearch, ...]
     baseline: Mapping[str, Any] | None
     """The row that reductions and losses are relative to."""
-    targets: tuple[Target, ...]
+    targets: tuple[StudyTarget, ...]
     figures: tuple[Figure, ...]
     columns: tuple[str, ...] | None
     """Of the table; by default what the runs have."""
@@ -200,7 +200,7 @@ def from_values(given: Values, text: str, name: str) -> Study:
 
 
 def _check_one_source(
-    given: Values, base: Values, grids: tuple[Values, ...], searches: tuple[Search, ...]
+    given: Values, base: Values, grids: tuple[Values, ...], searches: tuple[StudySearch, ...]
 ) -> None:
     """InputError where one place sets what another one is to decide."""
     counts = any(n in table for table in (given, *given.get("search", [])) for n in _TRIALS)
@@ -228,7 +228,12 @@ def trained() -> frozenset[str]:
 
     flags = {argument: flag for flag, argument in FLAGS.items()}
     names = (f.name for f in fields(Call) if f.name not in _ELSEWHERE)
-    return frozenset(flags.get(name, name) for name in names)
+    return frozenset({*technique_flags(), *(flags.get(name, name) for name in names)})
+
+
+def profiled() -> frozenset[str]:
+    """The settings of `shoestring profile`, as its flags name them."""
+    return _PROFILED | technique_flags().keys()
 
 
 def _settings(given: Mapping[str, Any], kind: str, where: str, *, lists: bool = False) -> Values:
@@ -239,12 +244,15 @@ def _settings(given: Mapping[str, Any], kind: str, where: str, *, lists: bool = 
     check(own, _OWN, where)
     flat = _flat({name: value for name, value in given.items() if name not in _OWN})
     real = _flat(own.get("stands_for", {}))
-    kinds = {name: one for name, one in get_type_hints(Call).items() if name != "changes"}
+    kinds = {name: one for name, one in get_type_hints(Call).items() if name not in _ELSEWHERE}
+    kinds |= {name: flag.kind for name, flag in technique_flags().items()}
     kinds |= {flag: kinds[argument] for flag, argument in FLAGS.items()}
+    if kind == "profile":  # shapes of whole inputs, where a training has that of one image
+        kinds["input"] = str | list[str]
     several = {name: or_list(one) for name, one in kinds.items()} if lists else kinds
     for settings, allowed in ((flat, several), (real, kinds)):
-        flags = [n for n in settings if not n.startswith(tuple(f"{t}." for t in TECHNIQUES))]
-        known(flags, trained() if kind == "train" else PROFILED, where)
+        flags = [n for n in settings if not n.startswith(tuple(f"{t}." for t in registered()))]
+        known(flags, trained() if kind == "train" else profiled(), where)
         check(settings, allowed, where)
     if empty := next((name for name, value in flat.items() if value == []), None):
         raise InputError(f"{where} {empty} has no values")
@@ -262,7 +270,7 @@ def _flat(table: Mapping[str, Any], before: str = "") -> Values:
     return found
 
 
-def _search(given: Values, seeds: tuple[int, ...], settled: set[str]) -> Search:
+def _search(given: Values, seeds: tuple[int, ...], settled: set[str]) -> StudySearch:
     known(given, _SEARCH, "[[search]]")
     check(given, _SEARCH, "[[search]]")
     over = _settings(given.get("over", {}), "train", "search.over", lists=True)
@@ -271,7 +279,7 @@ def _search(given: Values, seeds: tuple[int, ...], settled: set[str]) -> Search:
     only = _flat(given.get("only", {}))
     named(given.get("per", ()), settled, "[[search]] per")
     named(only, settled, "[[search]] only")
-    return Search(
+    return StudySearch(
         over=over,
         per=tuple(given.get("per", ())),
         using=_settings(given.get("using", {}), "train", "search.using"),
@@ -280,7 +288,7 @@ def _search(given: Values, seeds: tuple[int, ...], settled: set[str]) -> Search:
     )
 
 
-def _target(given: Values, shown: set[str]) -> Target:
+def _target(given: Values, shown: set[str]) -> StudyTarget:
     check(given, {"where": dict}, "[[target]]")
     where = _flat(given.get("where", {}))
     named(where, shown, "[[target]] where")
@@ -288,7 +296,7 @@ def _target(given: Values, shown: set[str]) -> Target:
     check(found, {name: float for name in found if name not in shown}, "[[target]]")
     plain = (name.removeprefix("max_").removeprefix("min_") for name in found)
     named(plain, QUANTITIES | shown, "[[target]]", "quantity or setting")
-    return Target(where, found)
+    return StudyTarget(where, found)
 
 
 def _figures(given: list[Values], shown: set[str]) -> tuple[Figure, ...]:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
+from ...torch_private.autograd import preserved_version
 from ...trace.attributes import Held, differ, held_by, put_back
 
 _STATISTICS = nn.modules.batchnorm._NormBase
@@ -94,5 +95,5 @@ class FirstPass:
 def _write(values: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Into the buffers, unseen by autograd: what backward saved of them is what it will find."""
     for buffer, value in values:
-        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(buffer):
+        with torch.no_grad(), preserved_version(buffer):
             buffer.copy_(value)

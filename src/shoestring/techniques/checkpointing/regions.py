@@ -18,12 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ...torch_private.trees import tree_flatten, tree_map, tree_unflatten
+from ..draws import observer
 from .caches import refuse_caches
-from .draws import follower
 from .module_state import FirstPass, ModuleState
 
 
@@ -60,7 +60,7 @@ def region(
 
 def _keeps_state() -> bool:
     """Not in a CUDA graph: it cannot read the state of a generator."""
-    known = follower()
+    known = observer()
     if known is not None:
         return known.keeps_state
     return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
@@ -100,7 +100,7 @@ class Again:
         return cls(model, (), state.watch(), streams)
 
     def __enter__(self) -> None:
-        known = follower()
+        known = observer()
         self._contexts = ExitStack()
         self._contexts.enter_context(self._streams())
         self._contexts.callback(self.first.rewind())

@@ -14,8 +14,10 @@ from typing import Any
 
 import torch
 
-from .blocks import Block, Flat, gather
-from .rounding import Noise
+from ...kernels.rounding import Noise
+from ...torch_private.kernels import foreach_copy_, foreach_mul_, foreach_norm
+from ..base import Meaning
+from .blocks import Flat, UpdateBlock, block_elements, cut, gather
 
 SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta"})
 SUFFIX = "_exponent"
@@ -40,7 +42,7 @@ def is_moment(key: str, value: Any) -> bool:
     return floating and key not in COUNTERS
 
 
-class Storage:
+class MomentStorage:
     """Writes FP32 tensors into 16-bit ones, block by block, and reads them."""
 
     def __init__(self, noise: Noise | None, *, scaled: bool) -> None:
@@ -52,19 +54,19 @@ class Storage:
         if self.scaled and like.dtype is torch.float16:
             state[key + SUFFIX] = torch.zeros(pieces, dtype=like.dtype, device=like.device)
 
-    def read(self, block: Block, states: list[dict[str, Any]], key: str) -> Flat:
+    def read(self, block: UpdateBlock, states: list[dict[str, Any]], key: str) -> Flat:
         """The pieces of a block in FP32, a copy."""
         wide = gather(_pieces(block, states, key), torch.float32)
         if key + SUFFIX in states[0]:
             exponents = torch.stack(_slots(block, states, key))
-            torch._foreach_mul_(wide.views, power_of_two(-exponents).unbind())
+            foreach_mul_(wide.views, power_of_two(-exponents).unbind())
             if key in SQUARES:
                 wide.whole.square_()
         return wide
 
     def write(
         self,
-        block: Block,
+        block: UpdateBlock,
         states: list[dict[str, Any]],
         key: str,
         wide: Flat,
@@ -74,15 +76,36 @@ class Storage:
         if key + SUFFIX in states[0]:
             if key in SQUARES:
                 wide.whole.sqrt_()
-            tops = torch.stack(torch._foreach_norm(wide.views, torch.inf))
+            tops = torch.stack(foreach_norm(wide.views, torch.inf))
             exponents = exponents_for(tops)
-            torch._foreach_mul_(wide.views, power_of_two(exponents).unbind())
+            foreach_mul_(wide.views, power_of_two(exponents).unbind())
             slots = _slots(block, states, key)
             chosen = exponents.to(slots[0].dtype)
             if skip is not None:
                 chosen = torch.where(skip, torch.stack(slots), chosen)
-            torch._foreach_copy_(slots, chosen.unbind())
+            foreach_copy_(slots, chosen.unbind())
         write(_pieces(block, states, key), wide, self._noise, skip)
+
+
+class ScaledMoments(Meaning):
+    """State that is stored times powers of two, second moments as roots, as it is meant."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def state(self, parameter: torch.Tensor, key: str, held: torch.Tensor) -> torch.Tensor | None:
+        """In FP32; the exponents are no state of plain training."""
+        state = self._optimizer.state[parameter]
+        if key.endswith(SUFFIX):
+            return None
+        if key + SUFFIX not in state:
+            return held
+        exponents, meant = state[key + SUFFIX], held.float()
+        total = sum(p.numel() for group in self._optimizer.param_groups for p in group["params"])
+        rows = [...] if exponents.numel() == 1 else cut(held, block_elements(total))
+        for part, scale in zip(rows, power_of_two(-exponents), strict=True):
+            meant[part] *= scale
+        return meant.square() if key in SQUARES else meant
 
 
 def write(
@@ -97,14 +120,14 @@ def write(
         narrow = noise.rounded(wide.whole, dtype, keep_nan=skip is None)
     if skip is not None:
         narrow = torch.where(skip, gather(targets, dtype).whole, narrow)
-    torch._foreach_copy_(targets, wide.like(narrow))
+    foreach_copy_(targets, wide.like(narrow))
 
 
-def _pieces(block: Block, states: list[dict[str, Any]], key: str) -> list[torch.Tensor]:
+def _pieces(block: UpdateBlock, states: list[dict[str, Any]], key: str) -> list[torch.Tensor]:
     return [state[key][piece.rows] for piece, state in zip(block.pieces, states, strict=True)]
 
 
-def _slots(block: Block, states: list[dict[str, Any]], key: str) -> list[torch.Tensor]:
+def _slots(block: UpdateBlock, states: list[dict[str, Any]], key: str) -> list[torch.Tensor]:
     """Where the exponents of a block's pieces are, each a view of one number."""
     return [
         state[key + SUFFIX][piece.index] for piece, state in zip(block.pieces, states, strict=True)

@@ -6,6 +6,22 @@ momentum or AMSGrad are PyTorch's, settings are read from `param_groups` at ever
 state is in `optimizer.state`. On CUDA, SGD and Adam need no copies: SGD's fused kernel computes in
 FP32 on FP16 tensors (the CPU's leaves most of them untouched, pytorch#191763), and where numbers
 are scaled or rounded at random, the kernels are ours.
+
+One update, from the three ways the one that can:
+
+    look for infinities in the gradients (FP16)  →  skip, on the device
+      1 SGD, nearest, on CUDA     `_can_fuse`       one fused kernel over all parameters
+      2 usual settings on CUDA    `_has_kernels`    `fused.py`: in place, each piece where it lies
+      3 otherwise                 `_update`         block by block:
+
+         16 bits                       FP32, one block at a time (at most 1/16 of the model)
+         parameter ── gather ──►  wide ───────┐
+         gradient  ── gather ──►  · 1/scale ──┼─► reference optimizer .step() on this block alone
+         moments   ── read ────►  · 2^-e, x² ─┘        │
+         parameter ◄── round, unless skip ─────────────┤
+         moments   ◄── √x, · 2^e, round, unless skip ──┘
+
+    move the loss scale
 """
 
 from __future__ import annotations
@@ -15,31 +31,25 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from ...kernels import expected
+from ...kernels.rounding import Noise
+from ...torch_private.fake_tensors import FakeTensor
+from ...torch_private.kernels import foreach_mul_
 from ...trace.cuda import is_dense, on_cuda
 from ...trace.fakes import is_fake, readable
-from .blocks import Block, Piece, Rows, block_elements, blocks, cut, gather
+from ..optimizers import ELEMENTWISE
+from .blocks import Piece, Rows, UpdateBlock, block_elements, blocks, cut, gather
 from .convert import cast
-from .moments import SUFFIX, Storage, is_moment, write
-from .rounding import Noise
+from .moments import SUFFIX, MomentStorage, is_moment, write
 from .scaling import LossScale
 from .twin import fused_sgd, make_twin, single
 
-ELEMENTWISE = frozenset(
-    {
-        SGD, Adam, AdamW, torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta,
-        torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam,
-    }
-)  # fmt: skip
-"""Optimizers that treat every element alone, so that tensors may be cut and joined."""
-
-Work = list[tuple[dict[str, Any], torch.Tensor]]
+Gradients = list[tuple[dict[str, Any], torch.Tensor]]
 
 
-class Update:
+class NarrowUpdate:
     """Gradients → parameters, in place of `optimizer.step`."""
 
     def __init__(
@@ -56,7 +66,7 @@ class Update:
         self._noise = noise if stochastic else None
         # A momentum too small for FP16 moves no FP16 weight: lr · 6e-8 is under half its ulp.
         scaled = scaled_moments and not isinstance(optimizer, SGD)
-        self._storage = Storage(noise if scaled or stochastic else None, scaled=scaled)
+        self._storage = MomentStorage(noise if scaled or stochastic else None, scaled=scaled)
         held = [p for group in optimizer.param_groups for p in group["params"]]
         self._elements = block_elements(sum(p.numel() for p in held))
         self._elementwise = type(optimizer) in ELEMENTWISE
@@ -96,10 +106,10 @@ class Update:
         for after in optimizer._optimizer_step_post_hooks.values():
             after(optimizer, (), {})
 
-    def _begun(self, work: Work) -> tuple[Work, Work]:
+    def _begun(self, work: Gradients) -> tuple[Gradients, Gradients]:
         """Make the state of before the first update; apart, those whose first state is unknown."""
-        begun: Work = []
-        unknown: Work = []
+        begun: Gradients = []
+        unknown: Gradients = []
         for group, parameter in work:
             state = self._optimizer.state[parameter]
             keys: list[str] | None = None
@@ -131,12 +141,12 @@ class Update:
         """
         if skip is not None and readable(skip) and bool(skip):
             return
-        block = Block(group, (), [Piece(parameter, ..., 0, True)])
+        block = UpdateBlock(group, (), [Piece(parameter, ..., 0, True)])
         (made,) = self._computed(block, [{}], skip, inverse, zero=True)
         self._optimizer.state[parameter] = self._stored(parameter, made)
 
     def _update(
-        self, block: Block, skip: torch.Tensor | None, inverse: torch.Tensor | None
+        self, block: UpdateBlock, skip: torch.Tensor | None, inverse: torch.Tensor | None
     ) -> None:
         states = [self._optimizer.state[piece.parameter] for piece in block.pieces]
         read = {key: self._storage.read(block, states, key) for key in block.keys}
@@ -162,7 +172,7 @@ class Update:
 
     def _computed(
         self,
-        block: Block,
+        block: UpdateBlock,
         given: list[dict[str, Any]],
         skip: torch.Tensor | None,
         inverse: torch.Tensor | None,
@@ -191,7 +201,7 @@ class Update:
     def _rows(self, parameter: torch.Tensor) -> list[Rows]:
         return cut(parameter, self._elements) if self._elementwise else [...]
 
-    def _blocks(self, work: Work) -> list[Block]:
+    def _blocks(self, work: Gradients) -> list[UpdateBlock]:
         listed = []
         for group, parameter in work:
             state = self._optimizer.state[parameter]
@@ -203,14 +213,14 @@ class Update:
             listed.append((group, keys, parameter, self._rows(parameter)))
         return list(blocks(listed, self._elements if self._elementwise else 0))
 
-    def _can_fuse(self, work: Work) -> bool:
+    def _can_fuse(self, work: Gradients) -> bool:
         return (
             type(self._optimizer) is SGD
             and self._noise is None
             and all(on_cuda(p) and not group["dampening"] for group, p in work)
         )
 
-    def _has_kernels(self, work: Work) -> bool:
+    def _has_kernels(self, work: Gradients) -> bool:
         """Whether every tensor lies as its gradient, and the settings are the usual ones."""
         return (
             (self._storage.scaled or type(self._optimizer) is SGD)
@@ -232,17 +242,17 @@ class Update:
             )
         )
 
-    def _run_kernels(self, work: Work) -> None:
+    def _run_kernels(self, work: Gradients) -> None:
         states, blocks = self._optimizer.state, self._blocks(work)
         if any(is_fake(parameter) for _, parameter in work):
             for block in blocks:  # read and written where they are
                 for piece in block.pieces:
                     moments = [states[piece.parameter][key][piece.rows] for key in block.keys]
-                    torch._foreach_mul_([piece.narrow, *moments], 1)
+                    foreach_mul_([piece.narrow, *moments], 1)
             return
-        from ...kernels import update as kernels
+        from . import fused  # needs Triton
 
-        update = kernels.sgd if isinstance(self._optimizer, SGD) else kernels.adam
+        update = fused.sgd if isinstance(self._optimizer, SGD) else fused.adam
         update(states, blocks, self._drawing, self._scale, stochastic=self._noise is not None)
 
     def convert_state(self) -> Callable[[], None]:
@@ -289,7 +299,7 @@ class Update:
                 rows = self._rows(parameter)
                 self._storage.make(made, key, parameter.detach(), len(rows))
                 for index, part in enumerate(rows):
-                    block = Block({}, (key,), [Piece(parameter, part, index, True)])
+                    block = UpdateBlock({}, (key,), [Piece(parameter, part, index, True)])
                     wide = gather([value[part]], torch.float32)
                     self._storage.write(block, [made], key, wide, None)
         return made
