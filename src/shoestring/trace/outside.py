@@ -103,12 +103,13 @@ class Outside(TorchDispatchMode):
                 return UNKNOWN
         if writes_masked(func, args):  # its shape function would count
             return args[0] if func._schema.is_mutable else run(_aten.clone.default, args[:1], {})
-        if not self._stepping and is_question(func, args):
+        if is_question(func, args):
             if FakeTensor not in types and func is not PACKS:
                 with without_modes():
                     return func(*args, **kwargs)
-            if self._answers is not None and (func, args) in self._answers:
-                return given(self._answers, func, args, self._fake_mode)
+            answers = None if self._stepping else self._answers
+            if answers is not None and (func, args) in answers:
+                return given(answers, func, args, self._fake_mode)
         written = func._schema.is_mutable
         if FakeTensor in types or (not written and (not func.is_view or func in _LIFTS)):
             return run(func, args, kwargs)
