@@ -25,7 +25,7 @@ from ..trace.graph import Trace
 from ..trace.split import examples_of
 from ..units import parse_size
 from .allow import Allowed
-from .cost import NOMINAL, Costs, costs_of
+from .cost import IDEAL, NOMINAL, Costs, costs_of
 from .device_estimates import DeviceEstimates
 from .fundamental import FundamentalEstimates
 from .reasons import choices
@@ -121,6 +121,7 @@ class Planner:
         fundamental = accounting == "fundamental"
         self.margin = 0.0 if fundamental else MARGIN[kind]
         known = costs or (NOMINAL["cuda"] if fundamental else costs_of(kind))
+        self._rates = (IDEAL if fundamental else known).as_dict()
 
         def trace_step(plan: Plan, *, optimizer: OptimizerLike = None, **others: Any) -> Trace:
             return capture_step(
@@ -223,6 +224,7 @@ class Planner:
                 int(budget_bytes * (1 - self.margin)),
             ),
             front=pareto([self._exact(found), *points]),
+            rates=self._rates,
         )
 
     def _too_small(self, budget_bytes: int, least: Found | None) -> BudgetError:
