@@ -17,7 +17,7 @@ from ..memory.live.measure import Measurement, track
 from ..techniques.base import Run, Setup, Technique
 from ..techniques.plan import Plan
 from ..trace.capture import Loss, check_loss, check_trainable
-from ..trace.fakes import check_optimizer, is_fake
+from ..trace.fakes import adds_to_the_step, check_optimizer, is_fake, unwrapped
 from ..trace.graph import Phase
 from .graph import GraphRunner, can_capture, on_device
 from .holding import Hold
@@ -264,13 +264,16 @@ def prepare(
             hint="build the optimizer from model.parameters()",
         )
     chosen = plan if isinstance(plan, Plan) else Plan(plan)
+    own = unwrapped(optimizer)
+    stepping = optimizer if adds_to_the_step(optimizer) else own
     setup = Setup(
         model=model,
-        optimizer=optimizer,
+        optimizer=own,
         run=lambda batch: loss(model, batch),
         split=_whole,
         backward=lambda value: value.backward(),
-        update=lambda: optimizer.step() and None,
+        update=lambda: stepping.step() and None,
+        wrapper=None if stepping is own else optimizer,
     )
     return chosen, setup
 
