@@ -20,12 +20,12 @@ from ..techniques.offers import Context, Offer
 from ..techniques.plan import Plan
 from ..trace.blocks import is_normalization
 from ..trace.capture import Loss, capture, check_trainable
-from ..trace.fakes import OptimizerLike, make_optimizer
+from ..trace.fakes import OptimizerLike, adds_to_the_step, make_optimizer
 from ..trace.graph import Trace
 from ..trace.split import examples_of
 from ..units import parse_size
 from .allow import Allowed
-from .cost import NOMINAL, Costs, costs_of
+from .cost import IDEAL, NOMINAL, Costs, costs_of
 from .device_estimates import DeviceEstimates
 from .fundamental import FundamentalEstimates
 from .reasons import choices
@@ -111,6 +111,7 @@ class Planner:
         if kind not in MARGIN:
             raise InputError(f"no accounting for device {kind!r}", hint="use 'cpu' or 'cuda'")
         self.allowed = Allowed.of(allow)
+        self._wrapper = optimizer if adds_to_the_step(optimizer) else None
         try:
             examples = examples_of(batch)
         except InputError:  # cannot be cut
@@ -120,6 +121,7 @@ class Planner:
         fundamental = accounting == "fundamental"
         self.margin = 0.0 if fundamental else MARGIN[kind]
         known = costs or (NOMINAL["cuda"] if fundamental else costs_of(kind))
+        self._rates = (IDEAL if fundamental else known).as_dict()
 
         def trace_step(plan: Plan, *, optimizer: OptimizerLike = None, **others: Any) -> Trace:
             return capture_step(
@@ -197,7 +199,7 @@ class Planner:
         """Whether the technique accepts the model and the optimizer."""
         setup = Setup(
             self.context.model, self.context.optimizer,
-            lambda b: b, lambda b: (), lambda v: None, lambda: None,
+            lambda b: b, lambda b: (), lambda v: None, lambda: None, wrapper=self._wrapper,
         )  # fmt: skip
         try:
             offer.technique.check(setup)
@@ -222,6 +224,7 @@ class Planner:
                 int(budget_bytes * (1 - self.margin)),
             ),
             front=pareto([self._exact(found), *points]),
+            rates=self._rates,
         )
 
     def _too_small(self, budget_bytes: int, least: Found | None) -> BudgetError:

@@ -14,21 +14,24 @@ from torch import nn
 from ..memory.cuda.calibrate import learn_convolutions
 from ..techniques.plan import Plan
 from ..torch_private.fake_tensors import FakeTensorMode
+from ..trace.answers import Answers, with_answers
+from ..trace.attributes import held_by
 from ..trace.batches import tensors_of
 from ..trace.capture import Loss, RecordedStep, freeze, named_failures
 from ..trace.cuda import CudaKernels
+from ..trace.draws import at_worst
 from ..trace.fakes import (
     OptimizerLike,
     default_to_foreach,
     fake_batch,
     fake_model,
     make_optimizer,
-    same_random_streams,
 )
-from ..trace.graph import Phase, Trace
+from ..trace.graph import Phase, Trace, live_bytes
 from ..trace.outside import Outside
 from ..trace.recorder import Recorder
 from ..trace.split import cut, examples_of
+from ..trace.untouched import nothing_changes
 from ..trace.values import forget_varied
 from .graph import is_capturable
 from .step import Step, apply_alone
@@ -54,8 +57,38 @@ def capture_step(
     step. Without an optimizer there is no update, nor state; without `passes` there is only the
     update.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with warnings.catch_warnings(), same_random_streams():
+    size = plan.examples_at_once(batch)
+    examples = examples_of(batch) if size is not None else None
+    if size is not None and (examples is None or 2 * size > examples):
+        size = None
+
+    def trace(answers: Answers | None) -> Trace:
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        return _traced(
+            plan, model, batch, loss, optimizer, device, passes, trained, watch, size, mode, answers
+        )
+
+    made = at_worst(model, lambda: with_answers(trace, model, batch, loss, size), live_bytes)
+    if device == "cuda" and torch.cuda.is_available():
+        learn_convolutions(made)
+    return made
+
+
+def _traced(
+    plan: Plan,
+    model: nn.Module,
+    batch: Any,
+    loss: Loss,
+    optimizer: OptimizerLike,
+    device: str,
+    passes: bool,
+    trained: Collection[str],
+    watch: Callable[[nn.Module, Recorder], None] | None,
+    size: int | None,
+    mode: FakeTensorMode,
+    answers: Answers | None,
+) -> Trace:
+    with warnings.catch_warnings(), nothing_changes(model, loss):
         warnings.simplefilter("ignore")
         twin, mapping = fake_model(model, mode)
         data = fake_batch(batch, mode)
@@ -63,19 +96,19 @@ def capture_step(
         assert updates is not None
         if device == "cuda":
             default_to_foreach(updates)
-        recorder, outside = Recorder(), Outside(mode)
+        recorder, outside = Recorder(), Outside(mode, answers=answers)
+        asked = nullcontext() if answers is None else answers.following(twin)
         kernels: AbstractContextManager[Any] = CudaKernels() if device == "cuda" else nullcontext()
-        with named_failures(recorder), mode, outside, kernels:
+        with named_failures(recorder), asked, mode, outside, kernels:
             step = apply_alone(Plan.of(plan), twin, updates, loss=loss)
             # While a graph is captured nothing can be read, and Hugging Face does not ask.
             if device == "cuda" and is_capturable(step._setup):
                 outside.stop_asking()
-            size = plan.examples_at_once(data)
-            examples = examples_of(data) if size is not None else None
-            if size is not None and examples is not None and 2 * size <= examples:
+            if size is not None:
                 forget_varied(data)
                 if step._setup.adds_apart:
-                    data = cut(data, 0, min(3 * size, examples))  # the third meets all of them
+                    # The third part meets all of them.
+                    data = cut(data, 0, min(3 * size, examples_of(data) or size))
                 else:
                     data = cut(data, 0, size)
                     if passes:  # gradients as they are: one may be a part of a larger tensor
@@ -89,10 +122,7 @@ def capture_step(
                 watch(twin, recorder)
             with _only_new_garbage(), recorder:  # not following functions: techniques have hooks
                 recorded = _record(recorder, step, data, passes, update=optimizer is not None)
-    trace = freeze(recorder, twin, updates, recorded, device)
-    if device == "cuda" and torch.cuda.is_available():
-        learn_convolutions(trace)
-    return trace
+    return freeze(recorder, twin, updates, recorded, device)
 
 
 @contextmanager
@@ -137,6 +167,7 @@ def _record(
         if record is not None:
             made.inputs.append(record)
     recorder.recording = True
+    before = [held_by(module) for module in step.model.modules()]
 
     def entering(phase: Phase) -> None:
         recorder.phase = phase
@@ -164,5 +195,7 @@ def _record(
         entering(Phase.OPTIMIZER)
         updates()
         step.optimizer.zero_grad(set_to_none=True)
+    recorder.recording = False
+    made.note_moved(step.model, before, lambda: setup.run(batch))
     gc.collect()
     return made

@@ -286,8 +286,10 @@ class Recipes:
             del self._noted[_key(tensor)]
 
     def _argument(self, argument: Any) -> Any:
-        if not isinstance(argument, torch.Tensor) or argument.is_leaf:
+        if not isinstance(argument, torch.Tensor) or (argument.is_leaf and argument.requires_grad):
             return argument
+        if argument.is_leaf:  # a buffer: the block may write it in place
+            return _Kept(argument, None)
         recipe = self._recipe(argument)
         return _Kept(argument, self._outer) if recipe is None else _View(recipe, argument)
 

@@ -261,17 +261,23 @@ class NarrowUpdate:
         original = dict(optimizer.state)
         for parameter, state in original.items():
             optimizer.state[parameter] = self._stored(parameter, state)
-        handle = optimizer.register_load_state_dict_pre_hook(self._loading)
+        handles = (
+            optimizer.register_load_state_dict_pre_hook(self._loading),
+            optimizer.register_state_dict_post_hook(_marked),
+        )
 
         def undo() -> None:
-            handle.remove()
+            for handle in handles:
+                handle.remove()
             optimizer.state.clear()
             optimizer.state.update(original)
 
         return undo
 
     def _loading(self, optimizer: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
-        names = [name for group in loaded["param_groups"] for name in group["params"]]
+        groups = [group for group in loaded["param_groups"] if _MARK not in group]
+        loaded = {**loaded, "param_groups": groups}
+        names = [name for group in groups for name in group["params"]]
         held = [p for group in optimizer.param_groups for p in group["params"]]
         parameters = dict(zip(names, held, strict=False))
         state = {
@@ -303,6 +309,20 @@ class NarrowUpdate:
                     wide = gather([value[part]], torch.float32)
                     self._storage.write(block, [made], key, wide, None)
         return made
+
+
+_MARK = "moments_in_16_bits"
+
+
+def _marked(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """A state with exponents beside its moments, with one group more than there is.
+
+    A plain optimizer would take it for its own, without the exponents, and train on wrong moments;
+    so it says that the number of groups differs. Ours takes the group away.
+    """
+    if not any(SUFFIX in key for held in state["state"].values() for key in held):
+        return state
+    return {**state, "param_groups": [*state["param_groups"], {"params": [], _MARK: True}]}
 
 
 def kernels_know(optimizer: Optimizer) -> bool:
