@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import sys
@@ -326,6 +327,11 @@ def main() -> NoReturn:
     except SystemExit as error:  # ours come below: this is a module that somebody imported
         wrong = InputError(f"something that was imported ended the program: exit({error.code!r})")
         _fail(render(wrong), wrong.exit_status)
+    except OSError as error:  # a name that is too long, a folder that may not be read, a full disk
+        if error.filename is None and error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            raise
+        shown = str(error.filename or "the disk")
+        _fail(render(InputError(f"cannot use {shown[:200]}: {error.strerror}")), 2)
     except Exception as error:
         # Typer brings its own copy of click or uses the installed one, by version.
         kind = type(error).__name__
