@@ -17,6 +17,7 @@ from ..torch_private.fake_tensors import FakeTensor, FakeTensorMode
 from ..torch_private.trees import tree_leaves, tree_map
 from .answers import PACKS, Answers, Reads, given, is_question, writes_masked
 from .draws import is_single_draw, pinned
+from .operand_types import check_types
 from .values import asking, run
 
 _aten = torch.ops.aten
@@ -87,6 +88,7 @@ class Outside(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        check_types(func, args)
         node: Any = current_node()
         if node is not None and node.name() == "torch::autograd::AccumulateGrad":
             leaf = node.variable
