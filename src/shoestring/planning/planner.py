@@ -127,8 +127,9 @@ class Planner:
 
         def trace_step(plan: Plan, *, optimizer: OptimizerLike = None, **others: Any) -> Trace:
             return capture_step(
-                plan, model, batch, loss=loss, optimizer=optimizer, device=kind, **others
-            )
+                plan, model, batch, loss=loss, optimizer=optimizer, device=kind,
+                trained_by=updates, **others,
+            )  # fmt: skip
 
         updates = make_optimizer(optimizer, model, {id(p): p for p in model.parameters()})
         assert updates is not None

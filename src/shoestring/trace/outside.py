@@ -48,7 +48,8 @@ class Outside(TorchDispatchMode):
         super().__init__()
         self._fake_mode = fake_mode
         self._gradients: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
-        self._asking: AbstractContextManager[Any] = asking()
+        self._asked: list[bool] = []
+        self._asking: AbstractContextManager[Any] = asking(self._asked)
         self._stepping = 0
         self._answers = answers
         self._reads = nullcontext() if answers is None else Reads(answers)
@@ -62,6 +63,11 @@ class Outside(TorchDispatchMode):
         super().__enter__()
         self._reads.__enter__()
         return self
+
+    @property
+    def was_asked(self) -> bool:
+        """Whether a question was answered that is not asked while a graph is captured."""
+        return bool(self._asked)
 
     def stop_asking(self) -> None:
         """From now on as if a CUDA graph were captured, where nothing can be read."""
