@@ -105,3 +105,9 @@ def render(error: ShoestringError) -> str:
     """The error as the command line prints it: kind and message, then the hint."""
     line = f"{type(error).__name__}: {error.message}"
     return line if error.hint is None else f"{line}\nhint: {error.hint}"
+
+
+def first_line(error: BaseException) -> str:
+    """An exception's message, short enough for one line."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -238,7 +238,7 @@ def test_what_is_no_optimizer_of_one_gradient_is_named() -> None:
     model, batch = nn.Linear(3, 3), torch.randn(2, 3)
     for optimizer, said in (
         (torch.optim.LBFGS(model.parameters()), "LBFGS runs the loss by itself"),
-        (torch.optim.SGD, "is no optimizer"),
+        (torch.optim.SGD, "is not an optimizer"),
     ):
         with pytest.raises(InputError, match=said):
             measure(model, batch, loss=mean_square, optimizer=optimizer)  # type: ignore[arg-type]

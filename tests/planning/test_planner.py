@@ -275,9 +275,8 @@ def test_a_wrong_call_is_named(changes: dict[str, Any], message: str) -> None:
         ss.plan(model, **{"batch": small.batch(), **given, **changes})
 
 
-def test_costs_are_additive_and_measured() -> None:
+def test_costs_are_additive() -> None:
     costs = costs_of("cpu")
-    assert costs.source == "measured here"
     one, two = Work(1e9, 1e6, 10), Work(3e9, 5e6, 7)
     assert costs.seconds(one + two) == pytest.approx(costs.seconds(one) + costs.seconds(two))
     assert 0 < costs.seconds_per_launch < 1e-2 and 1e7 < costs.bytes_per_second < 1e13
@@ -448,7 +447,7 @@ def instances() -> nn.Module:
 
 
 @pytest.mark.parametrize("accounting", slow_but(1, ["fundamental", "device"]))
-@pytest.mark.parametrize("build", [spectral, instances, assigning, counting])
+@pytest.mark.parametrize("build", slow_but(1, [instances, spectral, assigning, counting]))
 def test_what_writes_to_a_buffer_makes_a_lossy_plan(build: Any, accounting: str) -> None:
     torch.manual_seed(0)
     model, batch = build(), (torch.randn(64, 8, 32), torch.randint(10, (64,)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
@@ -30,6 +29,7 @@ from .options import (
     ModelName,
     OptimizerName,
     PlanFile,
+    json_line,
     lossy_names,
     planned,
     with_technique_flags,
@@ -124,7 +124,7 @@ def profile(
 
         write_profile(html, settings, result)
     if as_json:
-        typer.echo(json.dumps({**settings, **result.as_dict()}))
+        typer.echo(json_line({**settings, **result.as_dict()}))
     else:
         show_profile(settings, chosen.short(), result)
 
@@ -176,7 +176,7 @@ def verify(
         "optimizer": name,
     }
     if as_json:
-        typer.echo(json.dumps({**settings, **result.as_dict()}))
+        typer.echo(json_line({**settings, **result.as_dict()}))
     else:
         typer.echo(f"{model} · {target.batch_size} {target.batch_unit} · {name}\n{result}")
     result.check()
@@ -255,7 +255,7 @@ def plan(
     if as_json:
         shown = result.as_dict()
         whole = {"front": [p.as_dict() for p in points]} if points else {}
-        typer.echo(json.dumps({"model": model, **shown, **whole}))
+        typer.echo(json_line({"model": model, **shown, **whole}))
     else:
         typer.echo(str(result))
 
@@ -323,11 +323,16 @@ def main() -> NoReturn:
         _fail(render(error) if rank == "0" else f"rank {rank}: {error.message}", error.exit_status)
     except KeyboardInterrupt:
         _fail("stopped", 130)
+    except SystemExit as error:  # ours come below: this is a module that somebody imported
+        wrong = InputError(f"something that was imported ended the program: exit({error.code!r})")
+        _fail(render(wrong), wrong.exit_status)
     except Exception as error:
         # Typer brings its own copy of click or uses the installed one, by version.
         kind = type(error).__name__
         if kind in ("Exit", "NoArgsIsHelpError"):
             sys.exit(getattr(error, "exit_code", 2))
+        if kind == "Abort" and isinstance(error.__cause__, EOFError):  # Typer takes it for a ^D
+            raise error.__cause__ from None
         if kind == "Abort":
             _fail("stopped", 130)
         if hasattr(error, "format_message"):

@@ -108,8 +108,10 @@ def user_code() -> Iterator[None]:
         yield
     except (ShoestringError, torch.OutOfMemoryError):
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        if isinstance(error, SystemExit):
+            first = f"it called sys.exit({error.code!r})"
         raise InputError(
             f"the model failed on this batch: {first}",
             hint="loss(model, batch) must run as it would in training",

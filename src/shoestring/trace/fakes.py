@@ -1,4 +1,4 @@
-"""Twins of a model, its batch and its optimizer that have shapes and no memory."""
+"""Fake copies of a model, its batch and its optimizer: shapes, and no memory."""
 
 from __future__ import annotations
 
@@ -129,7 +129,13 @@ def make_optimizer(
             raise InputError(
                 f"unknown optimizer {optimizer!r}", hint="one of " + ", ".join(sorted(OPTIMIZERS))
             )
-        made = OPTIMIZERS[optimizer]([p for p in model.parameters() if p.requires_grad])
+        trained: list[torch.Tensor] = [p for p in model.parameters() if p.requires_grad]
+        if not trained:
+            raise InputError(
+                "nothing to train: none of the model's parameters requires a gradient",
+                hint="call model.requires_grad_(True), or unfreeze the part to train",
+            )
+        made = OPTIMIZERS[optimizer](trained)
         _early_state(made)
         return made
     check_optimizer(optimizer)
@@ -230,7 +236,7 @@ def check_optimizer(optimizer: Any) -> None:
     """
     if not hasattr(optimizer, "param_groups") or not hasattr(type(optimizer), "step"):
         raise InputError(
-            f"{optimizer!r} is no optimizer",
+            f"{optimizer!r} is not an optimizer",
             hint="build one, such as torch.optim.SGD(model.parameters(), lr=0.1)",
         )
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")

@@ -60,7 +60,7 @@ def _known(tensor: torch.Tensor) -> _Origin | None:
 
 
 def stand_for(fake: torch.Tensor, given: torch.Tensor) -> None:
-    """Know a twin by what it is made from: whole numbers, or a twin that is known itself."""
+    """Know a fake tensor by what it copies: whole numbers, or a fake tensor that is known."""
     origin = _known(given)
     has_memory = not isinstance(given, FakeTensor) and not given.is_meta
     if origin is None and has_memory and not given.is_floating_point():

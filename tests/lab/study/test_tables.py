@@ -79,7 +79,10 @@ def test_a_mean_that_is_no_number_is_in_no_front(ended):
 
 @pytest.mark.parametrize(
     ("score", "message"),
-    [("best_acuracy", "no run has the study's score, 'best_acuracy'"), ("host", "is no number in")],
+    [
+        ("best_acuracy", "no run has the study's score, 'best_acuracy'"),
+        ("host", "is not a number in"),
+    ],
 )
 def test_a_score_that_no_run_has_is_named(ended, score, message):
     folder = ended(score, *2 * [{"best_accuracy": 90.0, "host": {}}])

@@ -13,7 +13,7 @@ from typing import Any
 
 from ...errors import InputError
 from ...techniques.registry import neutral_flags
-from .spec import PLACES, Study, StudySearch, Values
+from .spec import MOST_RUNS, PLACES, Study, StudySearch, Values
 from .statistics import Sample, sample
 
 JOBS = ("train", "profile", "measure")
@@ -161,6 +161,9 @@ def product(grid: Mapping[str, Any]) -> list[Values]:
     """Every combination of the values that are lists, the last one moving first."""
     names = list(grid)
     values = [v if isinstance(v, list) else [v] for v in grid.values()]
+    count = math.prod(map(len, values))
+    if count > MOST_RUNS:
+        raise InputError(f"a grid of {count:,} settings is more than {MOST_RUNS:,}")
     return [dict(zip(names, point, strict=True)) for point in itertools.product(*values)]
 
 

@@ -30,7 +30,7 @@ from .module_state import FirstPass, ModuleState
 def region(
     run: Callable[..., Any], model: nn.Module, *args: Any, state: ModuleState | None = None
 ) -> Any:
-    """Run now, keep only the tensors given, and run again when backward needs the inside.
+    """Run now, keep only the tensors given, and recompute when backward needs the inside.
 
     `state` is of the modules that run, by default all of the model's.
     """
@@ -67,7 +67,7 @@ def _keeps_state() -> bool:
 
 
 class Again:
-    """The second pass: the model's state is put back, and who wants to know of it is told.
+    """Recomputation: puts the model's state back and notifies the observer.
 
     PyTorch puts back the random streams; with `streams` it is done here.
     """

@@ -141,7 +141,7 @@ class StagedRun:
         return self._above(i, self.backward[i])
 
     def rerun_peak(self, i: int) -> int:
-        """Peak of a region that runs again, without the backward pass that follows."""
+        """Peak of a region that is recomputed, without the backward pass that follows."""
         ops = self.backward[i]
         run = [k for k in ops if self.trace.ops[k].phase is Phase.RECOMPUTE]
         return self._above(i, range(ops.start, run[-1] + 1) if run else ops)

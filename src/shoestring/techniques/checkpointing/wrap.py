@@ -10,7 +10,7 @@ Example, blocks 1 to 3 in one region `[keep, cheap, keep]`:
     h = block1(x)      Pending: calls [(x)]                                 -
     h = block2(h)      Pending: calls [(x), ()]                             -
     h = block3(h)      ends the region: region(block1, block2, block3)(x)   x
-    loss.backward()    region runs again, inside its blocks as the items say
+    loss.backward()    region is recomputed, inside its blocks as the items say
 
 Anything else that reads a `Pending` output (`h + x`, `print(h)`) runs what is there of the region.
 Without gradients the blocks' own `forward` runs.
@@ -52,7 +52,7 @@ def without_cheap_outputs(model: nn.Module, run: Run) -> tuple[Run, bool]:
 
 
 def every_node(run: Run, size: int) -> Run:
-    """The run with the inputs of every `size`-th function kept, the others made again."""
+    """The run with the inputs of every `size`-th function kept, the others recomputed."""
 
     def in_parts(batch: Any) -> torch.Tensor:
         with Recipes(every=size):
@@ -66,7 +66,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class _Region:
-    """Blocks that run again together, and the schedule they follow when they do."""
+    """Blocks that are recomputed together, and the schedule they follow when they do."""
 
     def __init__(self, model: nn.Module, blocks: list[nn.Module], items: tuple[Item, ...]) -> None:
         self.model, self._items, self._blocks = model, items, blocks
