@@ -17,6 +17,7 @@ from ..torch_private.fake_tensors import FakeTensor, FakeTensorMode
 from ..torch_private.trees import tree_leaves, tree_map
 from .answers import PACKS, Answers, Reads, given, is_question, writes_masked
 from .draws import is_single_draw, pinned
+from .operand_types import check_types
 from .values import asking, run
 
 _aten = torch.ops.aten
@@ -47,7 +48,8 @@ class Outside(TorchDispatchMode):
         super().__init__()
         self._fake_mode = fake_mode
         self._gradients: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
-        self._asking: AbstractContextManager[Any] = asking()
+        self._asked: list[bool] = []
+        self._asking: AbstractContextManager[Any] = asking(self._asked)
         self._stepping = 0
         self._answers = answers
         self._reads = nullcontext() if answers is None else Reads(answers)
@@ -61,6 +63,11 @@ class Outside(TorchDispatchMode):
         super().__enter__()
         self._reads.__enter__()
         return self
+
+    @property
+    def was_asked(self) -> bool:
+        """Whether a question was answered that is not asked while a graph is captured."""
+        return bool(self._asked)
 
     def stop_asking(self) -> None:
         """From now on as if a CUDA graph were captured, where nothing can be read."""
@@ -87,6 +94,7 @@ class Outside(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        check_types(func, args)
         node: Any = current_node()
         if node is not None and node.name() == "torch::autograd::AccumulateGrad":
             leaf = node.variable

@@ -109,17 +109,25 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @contextmanager
-def asking() -> Iterator[None]:
+def asking(asked: list[bool]) -> Iterator[None]:
     """Inside, Hugging Face asks what can be answered; of itself it asks fake tensors nothing.
 
-    It would make a mask where training has none.
+    It would make a mask where training has none. `asked` is told if it does ask.
     """
     checks: Any = sys.modules.get("transformers.utils.import_utils")
     plain = getattr(checks, "is_fake_tensor", None)
     if plain is None:
         yield
         return
-    checks.is_fake_tensor = lambda x: plain(x) and _known(x) is None
+
+    def is_unknown(tensor: Any) -> bool:
+        fake: bool = plain(tensor)
+        if fake and _known(tensor) is not None:
+            asked.append(True)
+            return False
+        return fake
+
+    checks.is_fake_tensor = is_unknown
     try:
         yield
     finally:
