@@ -6,8 +6,8 @@
 
 First `--updates` updates of the real loop, with evaluations, snapshots and rewiring, by a plan for
 `--budget` or by the techniques that are named: device, reserved and host memory at update `--early`
-and at the last one. Then the same training for `--kill-updates` updates as processes of its own: one
-whole, one killed (`--kills` times) and resumed. Weights, optimizer, random streams and records are
+and at the last one. Then the same training for `--kill-updates` updates, as processes: one whole,
+one killed (`--kills` times) and resumed. Weights, optimizer, random streams and records are
 compared to the bit. Fails if memory has grown by more than 1% and 20 MB, or if a bit differs; on a
 GPU that asks for kernels that are deterministic.
 """

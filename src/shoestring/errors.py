@@ -42,6 +42,11 @@ class SizeError(InputError):
 class TraceError(ShoestringError):
     """The model, its batch or its loss could not be traced."""
 
+    def __init__(self, message: str, hint: str | None = None, *, values: bool = False) -> None:
+        super().__init__(message, hint)
+        self.values = values
+        """Because values of tensors are read, which a forward pass on real ones would tell."""
+
 
 class BudgetError(ShoestringError):
     """No plan fits the budget, or a step did not stay within it."""

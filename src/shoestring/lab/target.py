@@ -176,8 +176,8 @@ def build(name: str, **sizes: int) -> nn.Module:
     A factory with arguments gets those of `sizes` that it names; what it names beside them it must
     have defaults for.
     """
-    wanted = ", ".join(sizes) or "no arguments"
-    hint = f"the factory may take {wanted}, and returns a torch.nn.Module"
+    called = f"may take {' and '.join(sizes)}" if sizes else "is called without arguments"
+    hint = f"the factory {called} and returns a torch.nn.Module"
     with _importing_from_here():  # a factory may import what lies beside it
         factory = _load(name)
         try:

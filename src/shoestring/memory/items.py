@@ -3,7 +3,7 @@
 A sequence of items, one after the other. An item is a *leaf*, one block that keeps all that
 backward reads ("keep"), all but outputs of normalisations and activations ("cheap"), all but
 those and products that are much larger than what they read ("lean"), or a *region*, a tuple of
-items of which only the input is kept and which runs again as a whole. In text a region stands in
+items of which only the input is kept and which is recomputed as a whole. In text a region stands in
 brackets, `*` repeats, and `recompute` is `[keep]`, a region of one block:
 
     keep*3, cheap, recompute*8, [keep*2, [cheap*2], keep]
@@ -99,7 +99,7 @@ def _items(tokens: list[str], text: str) -> tuple[Item, ...]:
         elif token in (*LEAVES, "recompute"):
             item = ("keep",) if token == "recompute" else token
         else:
-            raise _unreadable(text, f"{token!r} is no item" if token else "an item is missing")
+            raise _unreadable(text, f"{token!r} is not an item" if token else "an item is missing")
         count = 1
         if tokens and tokens[0].startswith("*"):
             count = int(tokens.pop(0)[1:20])  # more digits are too many blocks anyway

@@ -176,7 +176,7 @@ _KINDS: dict[str, tuple[Any, ...]] = {
 def odd(event: Any) -> str | None:
     """What is wrong with an event of a file that may come from anywhere; None if nothing is."""
     if not isinstance(event, dict) or not isinstance(event.get("event"), str):
-        return "is no event"
+        return "is not an event"
     for name, value in event.items():
         kinds = _KINDS.get(name, _NUMBER if name.endswith(("_bytes", "_flops")) else None)
         if kinds is None or value is None:

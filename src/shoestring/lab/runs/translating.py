@@ -62,7 +62,7 @@ def load_translator(
     folder = Path(run)
     start = next((event for event in read(folder, whole=False) if event["event"] == "start"), None)
     if start is None or "beam" not in (start.get("settings") or {}):
-        raise InputError(f"{folder} is no run on text", hint="shoestring train dc-transformer …")
+        raise InputError(f"{folder} is not a run on text", hint="shoestring train dc-transformer …")
     settings = start["settings"]
     try:
         return _loaded(folder, settings, device, beam, length_penalty, average)

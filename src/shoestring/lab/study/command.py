@@ -70,7 +70,7 @@ def score_of(found: Outcome, name: str) -> float | None:
     value = found.end.get(name)
     if value is not None and not isinstance(value, (int, float)):
         raise InputError(
-            f"{name!r}, the study's score, is no number in {found.folder}",
+            f"{name!r}, the study's score, is not a number in {found.folder}",
             hint="score = … in its file, such as best_accuracy",
         )
     return value

@@ -83,7 +83,7 @@ def named(names: Iterable[str], there: Collection[str], where: str, what: str = 
     for name in names:
         if name not in there:
             raise InputError(
-                f"{where} names {name!r}, which is no {what} of this study",
+                f"{where} names {name!r}, which is not a {what} of this study",
                 hint=_near(name, there),
             )
 

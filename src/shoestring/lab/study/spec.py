@@ -322,7 +322,7 @@ def _figures(given: list[Values], shown: set[str]) -> tuple[Figure, ...]:
 
 def _file_name(name: str, where: str) -> str:
     if not name.strip() or "/" in name or name in (".", "..") or not name.isprintable():
-        raise InputError(f"{where} {name!r} is no name of a file")
+        raise InputError(f"{where} {name!r} is not a file name")
     return name
 
 

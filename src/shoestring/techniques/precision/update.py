@@ -1,6 +1,6 @@
 """The optimizer's own arithmetic in FP32, on one block at a time; storage in 16 bits.
 
-Each block of parameters, gradients and state is copied to FP32, unscaled, given to a twin of the
+Each block of parameters, gradients and state is copied to FP32, unscaled, given to a copy of the
 user's optimizer that holds this block alone, and written back. So weight decay, Nesterov's
 momentum or AMSGrad are PyTorch's, settings are read from `param_groups` at every step, and the
 state is in `optimizer.state`. On CUDA, SGD and Adam need no copies: SGD's fused kernel computes in
@@ -43,8 +43,8 @@ from ..optimizers import ELEMENTWISE
 from .blocks import Piece, Rows, UpdateBlock, block_elements, blocks, cut, gather
 from .convert import cast
 from .moments import SUFFIX, MomentStorage, is_moment, write
+from .reference_copy import fused_sgd, reference_copy, single
 from .scaling import LossScale
-from .twin import fused_sgd, make_twin, single
 
 Gradients = list[tuple[dict[str, Any], torch.Tensor]]
 
@@ -70,7 +70,7 @@ class NarrowUpdate:
         held = [p for group in optimizer.param_groups for p in group["params"]]
         self._elements = block_elements(sum(p.numel() for p in held))
         self._elementwise = type(optimizer) in ELEMENTWISE
-        self._twin = make_twin(optimizer)
+        self._reference = reference_copy(optimizer)
 
     @torch.no_grad()
     def __call__(self) -> None:
@@ -190,11 +190,11 @@ class NarrowUpdate:
         for view, part in zip(wide.views, gradient.views, strict=True):
             view.grad = part
         settings = {**block.group, **single(self._optimizer, block.group, wide.whole)}
-        self._twin.param_groups = [{**settings, "params": wide.views}]
-        self._twin.state = defaultdict(dict, zip(wide.views, given, strict=True))
-        self._twin.step()
-        made = [self._twin.state.pop(view) for view in wide.views]
-        self._twin.param_groups = []  # it would keep the copies alive until the next update
+        self._reference.param_groups = [{**settings, "params": wide.views}]
+        self._reference.state = defaultdict(dict, zip(wide.views, given, strict=True))
+        self._reference.step()
+        made = [self._reference.state.pop(view) for view in wide.views]
+        self._reference.param_groups = []  # it would keep the copies alive until the next update
         write(narrow, wide, self._noise, skip)
         return made
 
