@@ -286,12 +286,12 @@ def fuzz_data(count, chance, tmp_path):
 
 
 ATTACKS = {
-    "snapshots": fuzz_snapshots,
     "plans": fuzz_plans,
     "studies": fuzz_studies,
     "records": fuzz_records,
     "prepared text": fuzz_prepared,
     "data": fuzz_data,
+    "snapshots": fuzz_snapshots,
 }
 
 
