@@ -8,10 +8,10 @@ from itertools import pairwise
 
 from ..errors import InputError
 
-NAMES = ("lossless", "precision", "bn-microbatch", "sparsity")
+NAMES = ("exact", "lossless", "precision", "bn-microbatch", "sparsity")
 _HINT = (
     "precision (16 bits; on by default), bn-microbatch (BatchNorm sees one microbatch), "
-    "sparsity (fewer weights), lossless (none of these)"
+    "sparsity (fewer weights), lossless (none of these), exact (no bit differs)"
 )
 
 
@@ -22,6 +22,8 @@ class Allowed:
     precision: bool = True
     bn_microbatch: bool = False
     sparsity: bool = False
+    exact: bool = False
+    """Only what changes no bit: no microbatches either, whose gradients are added in parts."""
 
     @classmethod
     def of(cls, allow: str | Iterable[str] | None) -> Allowed:
@@ -33,14 +35,20 @@ class Allowed:
         unknown = sorted(names - set(NAMES))
         if unknown:
             raise InputError(f"a plan cannot be allowed {unknown[0]!r}", hint=_HINT)
+        if "exact" in names and len(names) > 1:
+            raise InputError("'exact' allows nothing beside it", hint=_HINT)
+        strict = {"exact", "lossless"} & names
         return cls(
-            precision="precision" in names or (bool(names) and "lossless" not in names),
+            exact="exact" in names,
+            precision="precision" in names or (bool(names) and not strict),
             bn_microbatch="bn-microbatch" in names,
             sparsity="sparsity" in names,
         )
 
     def __str__(self) -> str:
         """The names to ask for it; where another is named, precision goes without saying."""
+        if self.exact:
+            return "exact"
         others = [*(["bn-microbatch"] if self.bn_microbatch else ()),
                   *(["sparsity"] if self.sparsity else ())]  # fmt: skip
         if not self.precision:
@@ -49,7 +57,7 @@ class Allowed:
 
     def missing(self, batch_norm: bool) -> list[str]:
         """What could still be allowed, mildest first."""
-        found = [] if self.precision else ["precision"]
+        found = [*(["exact"] if self.exact else ()), *([] if self.precision else ["precision"])]
         if batch_norm and not self.bn_microbatch:
             found.append("bn-microbatch")
         return found if self.sparsity else [*found, "sparsity"]

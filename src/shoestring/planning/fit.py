@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ..errors import BudgetError, InputError
 from ..step.apply import Step, apply
 from ..step.holding import Hold, shapes_of
+from ..techniques.microbatching.split_test import find_units
 from ..trace.capture import Loss, check_trainable
 from ..trace.fakes import check_optimizer, fake_batch, fake_model, make_optimizer
 from ..units import format_size, parse_size
@@ -46,6 +47,7 @@ def fit(
     check_optimizer(optimizer)
     budget_bytes = parse_size(budget)
     device = next(model.parameters()).device
+    split = find_units(model, batch, loss)  # here, on real values: planning has none
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     twin, mapping = fake_model(model, mode)  # what is planned for stays, whatever becomes of it
 
@@ -57,6 +59,7 @@ def fit(
             optimizer=make_optimizer(optimizer, twin, mapping),
             allow=allow,
             device=device.type,
+            split=split,
         )
 
     tighter = _Tighter(planner_for, batch, budget_bytes)

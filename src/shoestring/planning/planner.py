@@ -17,6 +17,7 @@ from ..memory.model import ACCOUNTINGS
 from ..techniques import Checkpointing
 from ..techniques.base import Setup
 from ..techniques.microbatching.split import examples_of
+from ..techniques.microbatching.split_test import SplitFound, find_units
 from ..techniques.plan import Plan
 from ..trace.blocks import is_normalization
 from ..trace.capture import Loss, check_trainable
@@ -57,9 +58,11 @@ def plan(
     """The plan of least predicted time that fits the budget, lossless if there is one.
 
     `allow` names what may change the numbers: "precision" (the default), "bn-microbatch",
-    "sparsity"; "lossless" allows none. Nothing of the model is allocated or changed; where there is
-    a GPU, a few operations and each convolution run alone to be timed and measured. BudgetError
-    names the smallest budget that works.
+    "sparsity"; "lossless" allows none, "exact" only what changes no bit. The loss is tested on a
+    few real examples: where it does not split into parts there are no microbatches. Nothing of the
+    model is changed; of a small one there is a copy for that test. Where there is a GPU, a few
+    operations and each convolution run alone to be timed and measured. BudgetError names the
+    smallest budget that works.
     """
     planner = Planner(
         model, batch, loss=loss, optimizer=optimizer, allow=allow, accounting=accounting,
@@ -82,6 +85,7 @@ class Planner:
         accounting: str = "device",
         device: str | None = None,
         costs: Costs | None = None,
+        split: SplitFound | None = None,
     ) -> None:
         if accounting not in ACCOUNTINGS:
             raise InputError(
@@ -103,6 +107,8 @@ class Planner:
         if examples == 0:
             raise InputError("the batch has no examples", hint="plan with one that is trained on")
         self._examples = examples
+        self.split = split if split is not None else find_units(model, batch, loss)
+        """Whether microbatches add up to the batch, as tested on real values."""
         self._fundamental = accounting == "fundamental"
         self._narrow = "fp16"
         self.margin = 0.0 if self._fundamental else MARGIN[kind]
@@ -168,6 +174,8 @@ class Planner:
             sparsifiable=self.estimates.sparsifiable,
             ragged=not self._fundamental,
             narrow=self._narrow,
+            units=str(self.split.units),
+            splits=self.split.splits is not False,
         )
         refused = {s for s in {replace(s, microbatch=None, parts=1, loss=0.0) for s in made}
                    if not self._applies(s)}  # fmt: skip
@@ -207,6 +215,7 @@ class Planner:
                 self._settings(Allowed()),
                 int(budget_bytes * (1 - self.margin)),
                 self._examples,
+                self.split,
             ),
             front=pareto([_exact(found), *points]),
         )
@@ -216,7 +225,8 @@ class Planner:
         known = budget_bytes if least is None else least.predicted.peak_bytes
         allowed = self.allowed
         for name in self.allowed.missing(self.batch_norm):
-            allowed = replace(allowed, **{name.replace("-", "_"): True})
+            change = name.replace("-", "_")
+            allowed = replace(allowed, **{change: change != "exact"})
             lossiest = self._settings(allowed)[-1]
             lower = self._tightest(lossiest, replace(lossiest, precision=None))
             if lower is not None and lower < known:
@@ -224,7 +234,12 @@ class Planner:
                 hints.append((str(allowed), budget_for(lower, self.margin)))
                 known = lower
         return budget_error(
-            budget_bytes, self.margin, least, hints, splits=self._examples is not None
+            budget_bytes,
+            self.margin,
+            least,
+            hints,
+            splits=self._examples is not None,
+            why=self.split.why if self.split.splits is False else "",
         )
 
     def _tightest(self, *settings: Setting) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..memory.items import leaves, read
+from ..techniques.microbatching.split_test import SplitFound
 from ..units import format_size
 from .result import LOSSLESS, LOSSY, NEAR, Choice
 from .search import Candidate, Estimates
@@ -18,6 +19,7 @@ def choices(
     milder: Sequence[Setting],
     limit_bytes: int,
     examples: int | None,
+    split: SplitFound,
 ) -> tuple[Choice, ...]:
     """One for each technique of the plan, in the order they are applied."""
     setting, plan = candidate.setting, candidate.plan
@@ -42,7 +44,7 @@ def choices(
             why = f"statistics, as BatchNorm has them, are of {seen}; {needed}"
             made.append(Choice("microbatching", shown, LOSSY, why))
         else:
-            why = "gradients add up to the same, if the loss is a mean; dropout draws other masks"
+            why = f"gradients are added part by part; {split.why}"
             made.append(Choice("microbatching", shown, LOSSLESS, why))
     return tuple(made)
 

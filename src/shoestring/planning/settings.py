@@ -26,6 +26,8 @@ class Setting:
     """Microbatches in a minibatch."""
     loss: float = 0.0
     """How lossy it is taken to be (`planning.allow`); the least lossy that fits is chosen."""
+    units: str = "auto"
+    """By which microbatches weigh."""
 
     @property
     def kind(self) -> str:
@@ -38,7 +40,9 @@ class Setting:
             sparsity=None if self.density is None else Sparsity(self.density),
             precision=None if self.precision is None else Precision(self.precision),
             checkpointing=checkpointing,
-            microbatching=None if self.microbatch is None else Microbatching(self.microbatch),
+            microbatching=None
+            if self.microbatch is None
+            else Microbatching(self.microbatch, units=self.units),
         )
 
 
@@ -50,13 +54,16 @@ def settings(
     sparsifiable: bool,
     ragged: bool,
     narrow: str = "fp16",
+    units: str = "auto",
+    splits: bool = True,
 ) -> list[Setting]:
     """Every setting that is allowed, the least lossy first; `narrow` is the 16-bit type.
 
-    `ragged`: the last microbatch may be smaller; never where BatchNorm would see it.
+    `ragged`: the last microbatch may be smaller; never where BatchNorm would see it. `units` weigh
+    microbatches; a loss that does not split has none.
     """
     sizes = [None, *_sizes(examples, ragged and not batch_norm)]
-    if batch_norm and not allowed.bn_microbatch:
+    if (batch_norm and not allowed.bn_microbatch) or not splits or allowed.exact:
         sizes = [None]
     densities = [None, *(DENSITIES if allowed.sparsity and sparsifiable else ())]
     found = []
@@ -69,7 +76,7 @@ def settings(
                 if density is not None:
                     loss += density_loss(density)
                 parts = 1 if size is None or examples is None else -(-examples // size)
-                found.append(Setting(precision, size, density, parts, loss))
+                found.append(Setting(precision, size, density, parts, loss, units))
     return sorted(found, key=lambda s: s.loss)
 
 

@@ -273,6 +273,7 @@ def apply(
         split=_whole,
         backward=lambda value: value.backward(),
         update=lambda: optimizer.step() and None,
+        loss=loss,
     )
     ranks = None if parallel is None else _ranks(parallel, chosen)
     parts: list[Any] = list(chosen.techniques)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..errors import InputError, ShoestringError
 from ..memory.live.measure import Measurement
 from ..techniques.base import Setup
+from ..techniques.microbatching import tested_units
 from ..techniques.plan import Plan
 from ..techniques.sparsity.modules import sparse_tensors
 from ..trace.blocks import is_normalization
@@ -179,7 +181,7 @@ class Ranks:
             sent = tensor.detach().contiguous()  # a copy of one that is not, channels last
             dist.broadcast(sent, 0)
             tensor.data.copy_(sent)
-        setup.split = Shares(self._parallel, self._plan)
+        setup.split = Shares(self._parallel, self._plan, partial(tested_units, setup))
         plain_update = setup.update
         if self._parallel.kind == "fsdp":
             from .sharding import Sharding  # half a second to import, for those who use it

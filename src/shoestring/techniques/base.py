@@ -49,6 +49,8 @@ class Setup:
     state: dict[str, HasState] = field(default_factory=dict)
     first_run_differs: bool = False
     """The first forward pass is looked at; what was found there changes those after it."""
+    loss: Callable[[nn.Module, Any], torch.Tensor] | None = None
+    """The user's own, (model, batch) → loss; `run` is what the step makes of it."""
     undo: list[Callable[[], None]] = field(default_factory=list)
     """Called in reverse order when a later technique fails: the model must be as it was."""
 

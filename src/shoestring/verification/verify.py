@@ -19,7 +19,6 @@ from ..errors import InputError, NoEffectWarning
 from ..memory.live.measure import measure, training_step
 from ..step.apply import Step, apply
 from ..step.predict import predict_step
-from ..step.streams import rewound_streams, stream_states
 from ..techniques.base import Technique
 from ..techniques.checkpointing.caches import caches_off
 from ..techniques.microbatching.split import examples_of
@@ -32,6 +31,7 @@ from ..trace.batches import map_tensors
 from ..trace.blocks import is_normalization
 from ..trace.capture import Loss, user_code
 from ..trace.fakes import check_optimizer, make_optimizer
+from ..trace.streams import rewound_streams, stream_states
 from .certificate import TOLERANCES, Certificate, Comparison, Level, compare
 from .claims import (
     MICROBATCHES,

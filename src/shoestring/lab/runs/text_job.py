@@ -156,9 +156,9 @@ class TextJob:
 def weighted_by_tokens(plan: Plan) -> Plan:
     """The same plan; microbatches weigh as many words as they have, so the loss is the mean."""
     micro = plan.microbatching
-    if micro is None or micro.weight != "examples":
+    if micro is None or micro.units not in ("auto", "examples"):
         return plan
-    return replace(plan, microbatching=replace(micro, weight=target_tokens))
+    return replace(plan, microbatching=replace(micro, units=target_tokens))
 
 
 def build_text_model(

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from ...errors import InputError, NoEffectWarning
+from ...errors import InputError, NoEffectWarning, UnprovenWarning
 from ...trace.batches import tensors_of
-from ...trace.fakes import readable
+from ...trace.fakes import is_fake, readable
 from ...trace.graph import Trace
 from ..base import Setup
 from .accumulate import Compensated, Together, small_parameters
 from .simulate import GroupedNormalization
 from .split import cut, examples_of
-
-Units = Callable[[Any], float | torch.Tensor]
+from .split_test import find_units
+from .units import AUTO, EXAMPLES, Units, check_units, weights
 
 
 @dataclass(frozen=True)
@@ -27,18 +26,24 @@ class Microbatching:
 
     With the unit "tokens" `size` counts positions: as many sentences as fit, padded as they are in
     the minibatch, and at least one.
-    `weight` says what the loss is averaged over: "examples", or a function from a part to its
-    number of units (tokens, for instance). `accumulate="compensated"` adds gradients with Kahan's
-    correction. `simulated` runs the whole minibatch at once, normalized in groups of `size`.
+    `units` says what the loss is averaged over (`microbatching.units`): "auto" finds it on the
+    first batch, and refuses a loss that is not the sum of its parts; "examples"; "sum" for a summed
+    loss; a tensor of the batch, "labels[:, 1:] != -100"; or a function from a part to its number of
+    units. `accumulate="compensated"` adds gradients with Kahan's correction. `simulated` runs the
+    whole minibatch at once, normalized in groups of `size`. `weight` is an older name of `units`.
     """
 
     size: int
-    weight: str | Units = "examples"
+    weight: str | Units | None = None
     accumulate: str = "parameter"
     simulated: bool = False
     unit: str = "examples"
+    units: str | Units = AUTO
 
     def __post_init__(self) -> None:
+        if self.weight is not None:
+            object.__setattr__(self, "units", self.weight)
+            object.__setattr__(self, "weight", None)
         if self.unit not in ("examples", "tokens"):
             raise InputError(
                 f"unknown microbatch unit {self.unit!r}", hint="'examples' or 'tokens'"
@@ -48,11 +53,7 @@ class Microbatching:
                 f"microbatch {self.size!r} is not a whole number from 1",
                 hint="10 runs ten examples at once",
             )
-        if self.weight != "examples" and not callable(self.weight):
-            raise InputError(
-                f"unknown microbatch weight {self.weight!r}",
-                hint="'examples', or a function from a part of the batch to its number of units",
-            )
+        check_units(self.units)
         if self.accumulate not in ("parameter", "compensated"):
             raise InputError(
                 f"unknown accumulation {self.accumulate!r}", hint="'parameter' or 'compensated'"
@@ -114,7 +115,7 @@ class Microbatching:
                     stacklevel=2,
                 )
             return
-        setup.split = _Split(self, setup.split)
+        setup.split = _Split(self, setup)
         if self.accumulate == "compensated":
             Compensated(setup)
         elif small := small_parameters(setup.model):
@@ -122,10 +123,11 @@ class Microbatching:
 
 
 class _Split:
-    """batch → microbatches with weights that add up to one."""
+    """batch → microbatches with their weights."""
 
-    def __init__(self, technique: Microbatching, before: Callable[[Any], Any]) -> None:
-        self._technique, self._weight, self._before = technique, technique.weight, before
+    def __init__(self, technique: Microbatching, setup: Setup) -> None:
+        self._technique, self._units, self._before = technique, technique.units, setup.split
+        self._setup = setup
         self._told = False
 
     def __call__(self, batch: Any) -> Any:
@@ -137,9 +139,11 @@ class _Split:
             if examples is None or examples <= size:
                 yield whole, share
                 continue
+            if self._units == AUTO and not any(map(is_fake, tensors_of(whole))):
+                self._units = tested_units(self._setup, whole)
             starts = range(0, examples, size)
             parts = [cut(whole, start, min(start + size, examples)) for start in starts]
-            for part, weight in zip(parts, self._weights(parts, examples, size), strict=True):
+            for part, weight in zip(parts, weights(self._units, parts), strict=True):
                 if not _is_zero(weight):  # no unit: its mean is 0/0
                     yield part, weight if share is None else weight * share
 
@@ -153,18 +157,21 @@ class _Split:
             )
         self._told = True
 
-    def _weights(self, parts: list[Any], examples: int, size: int) -> list[float | torch.Tensor]:
-        if not callable(self._weight):
-            last = examples - (len(parts) - 1) * size
-            return [held / examples for held in [size] * (len(parts) - 1) + [last]]
-        units = [_wide(self._weight(part)) for part in parts]
-        total = sum(units)
-        if not isinstance(total, torch.Tensor) and not total > 0:
-            raise InputError(
-                f"the weights of the microbatches add up to {total}",
-                hint="weight(part) must give the number of units the part's loss is averaged over",
-            )
-        return [unit / total for unit in units]
+
+def tested_units(setup: Setup, batch: Any) -> str | Units:
+    """Test the loss before anything is made of it; InputError where it does not split."""
+    if setup.loss is None:  # a setup that nobody trains by
+        return EXAMPLES
+    found = find_units(setup.model, batch, setup.loss, light=True)
+    if found.splits is False:
+        raise InputError(
+            f"parts of the batch would give other gradients: {found.why}",
+            hint="train on whole batches, or say by units= what the loss is averaged over",
+        )
+    if found.splits is None:
+        warnings.warn(f"weighed by examples, untested: {found.why}", UnprovenWarning, stacklevel=3)
+        return EXAMPLES
+    return found.units
 
 
 def _is_zero(weight: float | torch.Tensor) -> bool:
@@ -172,8 +179,3 @@ def _is_zero(weight: float | torch.Tensor) -> bool:
     if isinstance(weight, torch.Tensor) and not readable(weight):
         return False
     return bool(weight == 0)
-
-
-def _wide(units: float | torch.Tensor) -> float | torch.Tensor:
-    """Counts of any type as 64-bit numbers, so that weights do not round before the loss does."""
-    return units.detach().double() if isinstance(units, torch.Tensor) else float(units)
