@@ -65,26 +65,16 @@ def _microbatches(plan: Plan, at: Circumstances, weaken: object) -> None:
     if at.batch_norm:
         weaken(_VALUES, Level.LOSSY, "BatchNorm sees one microbatch at a time")
     if at.drawn and not plan.microbatching.simulated:
-        values = ("loss", "gradients", *_MOVED, "random stream")
-        weaken(values, Level.LOSSY, "each microbatch draws its own masks")
-
-
-def hides_microbatches(plan: Plan, at: Circumstances, made: Claims) -> bool:
-    """Whether other parts' claims let a loss pass that does not split.
-
-    Not asked where BatchNorm trains: it sees the microbatch, so no loss splits.
-    """
-    if plan.microbatching is None or plan.microbatching.simulated or at.batch_norm:
-        return False
-    return at.split and made["gradients"][0] > Level.ROUNDING
+        why = "each microbatch draws its own numbers; compared with those of the whole batch"
+        weaken(("random stream",), Level.LOSSY, why)
 
 
 _SUSPECTS = {
     "buffers": ("moved once more by BatchNorm that ran again", "moved by every microbatch"),
     "random stream": ("more or fewer numbers were drawn: a dropout mask drawn again", ""),
-    "gradients": ("a dropout mask drawn again, or a hook", "a loss that is no mean over its parts"),
-    "loss": ("another forward pass", "a loss that is no mean over its parts"),
-    MICROBATCHES: ("", "a loss that is no mean over its parts"),
+    "gradients": ("a dropout mask drawn again, or a hook", "a loss that does not split by units="),
+    "loss": ("another forward pass", "a loss that does not split by units="),
+    MICROBATCHES: ("", "a loss that does not split by units="),
     RECOMPUTATION: ("statistics moved twice, or a dropout mask drawn again", ""),
 }
 """What usually causes it, with any plan and with microbatches."""

@@ -217,7 +217,8 @@ def test_a_part_of_something_large_does_not_wait(monkeypatch):
     monkeypatch.setattr(module, "DEVICES", ("cpu",))
     model = Joined()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = apply([Microbatching(1)], model, optimizer, loss=lambda m, b: m(b).mean())
+    chosen = Microbatching(1, units="examples")
+    step = apply([chosen], model, optimizer, loss=lambda m, b: m(b).mean())
     step(torch.ones(4, 40_005))
     assert waiting == [0, 0, 0, 0]
     assert torch.equal(model.small.detach(), torch.full((5,), 1 - 0.1 / 40_005))
@@ -234,7 +235,8 @@ def test_sparse_and_dense_gradients_of_one_parameter(monkeypatch):
             used = m(b).square().mean()
             return used + m.weight.square().mean() if int(b[0, 0]) % 2 else used
 
-        apply([Microbatching(1)], model, optimizer, loss=loss)(torch.tensor([[0], [1], [2], [3]]))
+        step = apply([Microbatching(1, units="examples")], model, optimizer, loss=loss)
+        step(torch.tensor([[0], [1], [2], [3]]))
         return model.weight.detach()
 
     torch.testing.assert_close(after(("cpu",)), after(()))

@@ -169,7 +169,7 @@ def test_nested_batches_are_cut_and_scalars_passed_along():
         return m(x).mean()
 
     batch = ((torch.randn(5, 2), {"y": torch.zeros(5)}), "words", torch.tensor(3.0))
-    gradients(model, batch, loss, Microbatching(2))
+    gradients(model, batch, loss, Microbatching(2, units="examples"))
     assert seen == [(2, 2, "words", 3.0), (2, 2, "words", 3.0), (1, 1, "words", 3.0)]
     with pytest.raises(InputError, match="differ in their first dimension"):
         gradients(model, (torch.zeros(5, 2), torch.zeros(4)), loss, Microbatching(2))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -127,7 +128,7 @@ class _Split:
 
     def __init__(self, technique: Microbatching, setup: Setup) -> None:
         self._technique, self._units, self._before = technique, technique.units, setup.split
-        self._setup = setup
+        self._setup = weakref.ref(setup)  # gradient hooks hold this, and are held by the model
         self._told = False
 
     def __call__(self, batch: Any) -> Any:
@@ -140,7 +141,9 @@ class _Split:
                 yield whole, share
                 continue
             if self._units == AUTO and not any(map(is_fake, tensors_of(whole))):
-                self._units = tested_units(self._setup, whole)
+                setup = self._setup()
+                assert setup is not None
+                self._units = tested_units(setup, whole)
             starts = range(0, examples, size)
             parts = [cut(whole, start, min(start + size, examples)) for start in starts]
             for part, weight in zip(parts, weights(self._units, parts), strict=True):
