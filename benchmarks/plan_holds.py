@@ -32,7 +32,7 @@ import shoestring as ss
 from architectures import ARCHITECTURES
 from shoestring.lab.models import builtin
 from shoestring.planning.planner import Planner
-from shoestring.planning.result import LOSSLESS, short
+from shoestring.techniques.claims import LOSSLESS
 from shoestring.trace.fakes import make_optimizer
 
 Row = dict[str, Any]
@@ -153,7 +153,7 @@ def rows_of(name: str, case: Case, arguments: argparse.Namespace) -> Iterator[Ro
             "planning_seconds": seconds,
             "kind": plan.kind,
             "plan": plan.to_dict(),
-            "short": short(plan),
+            "short": plan.short(),
             "certified": None,
             "certified_in": None,
         }

@@ -17,9 +17,10 @@ from pathlib import Path
 import numpy as np
 import scipy
 
-from shoestring.planning.chain import front, solve
-from shoestring.planning.exact import Class, optimum
-from shoestring.planning.stages import Chain, Option, Stage, Work, plain
+from reference.exact import Class, optimum
+from shoestring.memory.work import Work
+from shoestring.techniques.checkpointing.solve import front, solve
+from shoestring.techniques.checkpointing.stages import Chain, Option, Stage, plain
 
 FRACTIONS = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9)
 """Budgets between the smallest that `front` finds (0) and the peak of keeping everything (1)."""

@@ -36,7 +36,6 @@ from architectures.vision import Basic, Bottleneck, ResNet
 from plan_holds import clean, provenance
 from shoestring.memory.live.measure import measure, training_step
 from shoestring.planning.planner import Planner
-from shoestring.planning.result import short
 
 COMPILE_BUDGETS = (0.5, 0.3, 0.1)
 """Tried in this order until one needs no more memory than ours."""
@@ -185,7 +184,7 @@ class Run:
         step(batch)
         peak = step.measure(batch).peak_bytes
         seconds = self.time(lambda: step(batch))
-        self.note(f"ss.plan for {budget / 1e9:.2f} GB", peak, seconds, short(plan))
+        self.note(f"ss.plan for {budget / 1e9:.2f} GB", peak, seconds, plan.short())
         self.rows[-1] |= {
             "budget_bytes": budget,
             "plan": plan.to_dict(),

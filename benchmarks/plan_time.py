@@ -26,7 +26,6 @@ from shoestring.lab.target import _building
 from shoestring.planning import device_estimates as estimates
 from shoestring.planning.cost import NOMINAL
 from shoestring.planning.planner import Planner
-from shoestring.planning.result import short
 
 SHARES = (0.9, 0.7, 0.5)
 
@@ -102,7 +101,7 @@ def planned(name: str, share: float, device: str) -> dict[str, Any]:
         model, batch, loss=loss, optimizer="adamw", device=device, costs=NOMINAL[device]
     )
     try:
-        plan = short(planner.plan(int(share * planner.estimates.plain.peak_bytes)))
+        plan = planner.plan(int(share * planner.estimates.plain.peak_bytes)).short()
     except ss.BudgetError as error:
         plan = error.message
     return {

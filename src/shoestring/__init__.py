@@ -5,37 +5,76 @@ runs a real step and says what it needed. `plan` finds what fits a budget in byt
 the step a `Plan` asks for, `fit` does both; `verify` trains by the plan and plainly, and compares.
 """
 
-from .errors import BudgetError, BudgetWarning, NoEffectWarning, ShoestringError
+from .errors import (
+    BudgetError,
+    BudgetWarning,
+    InputError,
+    NoEffectWarning,
+    ShoestringError,
+    SizeError,
+    TraceError,
+    TrainingStopped,
+    UnknownOperationWarning,
+    VerificationError,
+)
 from .memory.live.measure import Measurement, measure
 from .memory.model import MemoryProfile
+from .memory.prediction import Prediction
 from .planning.fit import fit
 from .planning.planner import plan
-from .planning.result import BudgetPlan
+from .planning.result import BudgetPlan, Choice, FrontPoint
 from .step.apply import apply
 from .step.profiling import profile
-from .techniques import Checkpointing, Microbatching, Precision, Sparsity
+from .step.shares import Parallel
+from .step.step import Step
+from .techniques import (
+    Checkpointing,
+    Microbatching,
+    Precision,
+    Sparsity,
+    Technique,
+    register,
+)
+from .techniques.claims import Level
 from .techniques.plan import Plan
+from .verification.certificate import Certificate, Comparison
 from .verification.verify import verify
-
-__version__ = "0.1.0"
+from .version import __version__
 
 __all__ = [
     "BudgetError",
     "BudgetPlan",
     "BudgetWarning",
+    "Certificate",
     "Checkpointing",
+    "Choice",
+    "Comparison",
+    "FrontPoint",
+    "InputError",
+    "Level",
     "Measurement",
     "MemoryProfile",
     "Microbatching",
     "NoEffectWarning",
+    "Parallel",
     "Plan",
     "Precision",
+    "Prediction",
     "ShoestringError",
+    "SizeError",
     "Sparsity",
+    "Step",
+    "Technique",
+    "TraceError",
+    "TrainingStopped",
+    "UnknownOperationWarning",
+    "VerificationError",
+    "__version__",
     "apply",
     "fit",
     "measure",
     "plan",
     "profile",
+    "register",
     "verify",
 ]

@@ -12,8 +12,8 @@ import pytest
 
 from plan_optimality import random_instance
 from shoestring.memory.items import Item
-from shoestring.planning.chain import front, solve
-from shoestring.planning.stages import Chain, evaluate, plain
+from shoestring.techniques.checkpointing.solve import front, solve
+from shoestring.techniques.checkpointing.stages import Chain, evaluate, plain
 
 
 @lru_cache

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from plan_optimality import TOLERANCE, budgets, gap, random_instance
-from shoestring.planning.chain import solve
-from shoestring.planning.exact import optimum
-from shoestring.planning.stages import plain
+from reference.exact import optimum
+from shoestring.techniques.checkpointing.solve import solve
+from shoestring.techniques.checkpointing.stages import plain
 
 
 @pytest.mark.parametrize("seed", range(20))

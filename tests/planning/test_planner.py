@@ -14,16 +14,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import shoestring as ss
 from shoestring.errors import BudgetError, InputError
 from shoestring.memory.model import memory_profile
-from shoestring.planning import device_estimates as estimates
+from shoestring.memory.work import Work, work_of
 from shoestring.planning.cost import NOMINAL, costs_of
 from shoestring.planning.planner import Planner
-from shoestring.planning.reasons import choices
-from shoestring.planning.result import LOSSLESS, LOSSY, NEAR, format_seconds
-from shoestring.planning.search import Candidate
+from shoestring.planning.result import format_seconds
 from shoestring.planning.settings import Setting
-from shoestring.planning.stages import Work
 from shoestring.step.predict import predict_step
 from shoestring.step.trace_step import capture_step
+from shoestring.techniques.checkpointing import scheduler
+from shoestring.techniques.claims import LOSSLESS, LOSSY
+from shoestring.techniques.claims import NEAR_LOSSLESS as NEAR
 from shoestring.trace.graph import Phase
 from shoestring.units import parse_size
 from techniques.small_models import SMALL
@@ -174,7 +174,7 @@ def test_plans_for_a_device_that_is_not_there(name: str) -> None:
     least = planner.smallest_bytes()
     plan = planner.plan((least + plain) // 2)
     assert plan.predicted.device == "cuda" and plan.predicted.peak_bytes < plain
-    chain = planner.estimates._chain
+    chain = planner.estimates._scheduler._chain
     assert all(o.kept_bytes <= o.forward_bytes for s in chain.blocks for o in s.options.values())
 
 
@@ -183,21 +183,22 @@ def test_a_small_model_in_16_bits_needs_what_its_step_does() -> None:
     model, batch = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))), torch.randn(16, 64)
     given: dict[str, Any] = {"loss": lambda m, b: m(b).square().mean(), "optimizer": sgd(model)}
     planner = Planner(model, batch, **given, costs=COSTS)
-    halved = Setting(planner._narrow).plan()
+    halved = ss.Plan([ss.Precision(planner.context.narrow)])
     step = predict_step(halved, model, batch, **given).peak_bytes
     budget = int(1.02 * step / (1 - planner.margin))
     found = planner.plan(budget, lambda setting: setting.plan() == halved)
     assert found.predicted.peak_bytes == pytest.approx(step, rel=0.01)
     for choice in found.choices:
-        assert "milder plans need" not in choice.why  # their bound is below the budget
+        assert "less lossy plans need" not in choice.why  # their bound is below the budget
 
 
 @pytest.mark.parametrize(("size", "parts", "shown"), [(4, 4, "4 × 4"), (3, 6, "5 × 3 + 1")])
 def test_a_smaller_last_microbatch_is_named(size: int, parts: int, shown: str) -> None:
-    setting = Setting(microbatch=size, parts=parts)
-    candidate = Candidate(setting, None, 1, 1.0, 1)
-    (choice,) = choices(candidate, None, False, [], 1, 16)  # type: ignore[arg-type]
-    assert choice.setting == shown
+    model, batch = nn.Linear(4, 4), torch.randn(16, 4)
+    given: dict[str, Any] = {"loss": lambda m, b: m(b).mean(), "optimizer": sgd(model)}
+    context = Planner(model, batch, **given, costs=COSTS).context
+    offer = next(o for o in ss.Microbatching.offers(context) if o.technique.at_once == size)
+    assert (offer.shown, offer.scales.parts) == (shown, parts)
 
 
 class Growing(nn.Module):
@@ -234,10 +235,10 @@ def test_without_a_plan_there_are_no_kernels_of_our_own() -> None:
     assert again <= {"shoestring.bn_normalise"}  # the statistics are there
     forward = [op.name for op in kernels if op.phase is Phase.FORWARD]
     assert forward == ["shoestring.bn_statistics", "shoestring.bn_normalise"] * 5
-    size = {op.name: estimates.work_of(op) for op in kernels}
+    size = {op.name: work_of(op) for op in kernels}
     assert {work.launches for work in size.values()} == {1}
     assert size["shoestring.bn_gradient"].bytes_moved > size["shoestring.bn_sums"].bytes_moved
-    assert estimates.work_of(next(op for op in trace.ops if op.name == "aten.empty")) == Work()
+    assert work_of(next(op for op in trace.ops if op.name == "aten.empty")) == Work()
 
 
 def test_batches_that_cannot_be_cut_are_not() -> None:
@@ -307,7 +308,7 @@ class Block(nn.Module):
 def depth(candidate: Any) -> int:
     """Of regions within regions; the list of all is the outermost."""
     open_, most = 0, 1
-    for sign in str(candidate.checkpointing):
+    for sign in str(candidate.scheduled):
         open_ += (sign == "[") - (sign == "]")
         most = max(most, open_)
     return most - 1
@@ -324,8 +325,8 @@ def test_a_hundred_blocks_take_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plan.predicted.peak_bytes <= plan.budget_bytes
     assert time.process_time() - start < 15  # ten on a machine that does nothing else
     least = planner.estimates.front(Setting())[0]
-    assert 2 < depth(least) <= estimates.DEEPEST  # deeper ones end at Python's limit of frames
-    monkeypatch.setattr(estimates, "DEEPEST", 2)
+    assert 2 < depth(least) <= scheduler.DEEPEST  # deeper ones end at Python's limit of frames
+    monkeypatch.setattr(scheduler, "DEEPEST", 2)
     shallow = planner.estimates.front(Setting())[0]
     again = planner.estimates.best(Setting(), shallow.peak_bytes)
     assert again is not None and max(depth(shallow), depth(again)) <= 2

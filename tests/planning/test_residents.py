@@ -10,7 +10,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import shoestring as ss
 from shoestring.planning.cost import NOMINAL
 from shoestring.planning.planner import Planner
-from shoestring.planning.settings import Setting
 
 BATCH = torch.randn(4, 192)
 
@@ -56,14 +55,14 @@ def test_a_model_that_cannot_train_in_16_bits_is_planned_without() -> None:
     model = Tabled()
     optimizer = torch.optim.Rprop(model.parameters())
     planned = planner(model, optimizer)
-    update = planned.estimates._update(Setting(precision="bf16"))
-    assert 0 < update.gradient_bytes < planned.estimates._update(Setting()).gradient_bytes
+    update = planned.estimates._update((ss.Precision("bf16"),))
+    assert 0 < update.gradient_bytes < planned.estimates._update(()).gradient_bytes
 
 
 def test_kernels_on_cuda_need_no_copies() -> None:
     with FakeTensorMode():
         model = deep()
-    narrow = Setting(precision="fp16")
+    narrow = (ss.Precision("fp16"),)
     usual = torch.optim.Adam(model.parameters())
     assert planner(model, usual, "cuda").estimates._update(narrow).passing_bytes == 0
     for optimizer in (torch.optim.Adam(model.parameters(), amsgrad=True), "rmsprop"):
@@ -74,8 +73,8 @@ def test_kernels_on_cuda_need_no_copies() -> None:
 def test_sparse_weights_have_gradients_and_state() -> None:
     model = deep()
     planned = planner(model, torch.optim.Adam(model.parameters()), allow="sparsity")
-    dense = planned.estimates._update(Setting())
-    sparse = planned.estimates._update(Setting(density=0.5))
+    dense = planned.estimates._update(())
+    sparse = planned.estimates._update((ss.Sparsity(0.5),))
     assert dense.gradient_bytes == 6 * 192 * 192 * 4
     assert sparse.gradient_bytes == pytest.approx(dense.gradient_bytes / 2, rel=0.01)
     assert sparse.state_bytes == pytest.approx(dense.state_bytes / 2, rel=0.01)

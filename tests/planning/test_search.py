@@ -1,20 +1,27 @@
 """What is allowed, which settings are tried, and plans by the report's accounting."""
 
+from functools import cache
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from shoestring.errors import BudgetError, InputError
 from shoestring.lab.models import builtin
-from shoestring.planning.allow import Allowed, density_loss, microbatch_loss
+from shoestring.planning.allow import Allowed
+from shoestring.planning.cost import NOMINAL
 from shoestring.planning.planner import Planner
-from shoestring.planning.result import LOSSLESS, LOSSY, NEAR, FrontPoint
+from shoestring.planning.result import FrontPoint
 from shoestring.planning.search import pareto
-from shoestring.planning.settings import settings
+from shoestring.planning.settings import Setting
 from shoestring.step.profiling import profile
 from shoestring.techniques import Checkpointing, Precision, Sparsity
+from shoestring.techniques.claims import LOSSLESS, LOSSY, NEAR_LOSSLESS, Level
+from shoestring.techniques.microbatching import lossiness as microbatch_loss
 from shoestring.techniques.plan import Plan
+from shoestring.techniques.sparsity import lossiness as density_loss
 
 BUDGETS = ("404.8", "200", "100", "42.6", "20", "12.2", "10")
 
@@ -23,19 +30,24 @@ BUDGETS = ("404.8", "200", "100", "42.6", "20", "12.2", "10")
     "allow, expected",
     [
         (None, Allowed()),
-        ((), Allowed(precision=False)),
-        ("lossless", Allowed(precision=False)),
-        ("precision", Allowed()),
-        (["sparsity"], Allowed(sparsity=True)),
-        ("bn-microbatch, sparsity", Allowed(bn_microbatch=True, sparsity=True)),
-        ({"lossless", "sparsity"}, Allowed(precision=False, sparsity=True)),
+        ((), Allowed(Level.ROUNDING)),
+        ("lossless", Allowed(Level.ROUNDING)),
+        ("exact", Allowed(Level.EQUAL)),
+        ("precision", Allowed(names=frozenset({"precision"}))),
+        (["sparsity"], Allowed(names=frozenset({"sparsity"}))),
+        ("bn-microbatch, sparsity", Allowed(names=frozenset({"bn-microbatch", "sparsity"}))),
+        ({"lossless", "sparsity"}, Allowed(Level.ROUNDING, frozenset({"sparsity"}))),
     ],
 )
 def test_allow(allow: object, expected: Allowed) -> None:
     assert Allowed.of(allow) == expected  # type: ignore[arg-type]
 
 
-@given(st.builds(Allowed, st.booleans(), st.booleans(), st.booleans()))
+LEVELS = st.sampled_from([Level.EQUAL, Level.ROUNDING, Level.NEAR])
+NAMES = st.frozensets(st.sampled_from(["precision", "sparsity", "bn-microbatch"]), min_size=1)
+
+
+@given(st.builds(Allowed, LEVELS, NAMES))
 def test_what_is_allowed_is_asked_for_by_its_text(allowed: Allowed) -> None:
     assert Allowed.of(str(allowed)) == allowed
 
@@ -52,30 +64,52 @@ def test_less_is_lossier(a: float, b: float, m: int, n: int) -> None:
     assert microbatch_loss(min(m, n)) >= microbatch_loss(max(m, n)) > 0
 
 
-def made(allow: str | None, **changes: object) -> list[tuple[str | None, int | None, float | None]]:
-    given = {"batch_norm": False, "sparsifiable": True, "ragged": False, **changes}
-    found = settings(Allowed.of(allow), 12, **given)  # type: ignore[arg-type]
-    assert [s.loss for s in found] == sorted(s.loss for s in found)
-    return [(s.precision, s.microbatch, s.density) for s in found]
+@cache
+def offering(batch_norm: bool, linear: bool, ragged: bool) -> Planner:
+    layers = [nn.Linear(8, 8), *([nn.BatchNorm1d(8)] if batch_norm else []), nn.ReLU()]
+    model = nn.Sequential(*layers) if linear else nn.Sequential(nn.BatchNorm1d(8), nn.ReLU())
+    return Planner(
+        model, torch.randn(12, 8), loss=lambda m, b: m(b).mean(), optimizer="sgd",
+        accounting="device" if ragged else "fundamental", costs=NOMINAL["cpu"],
+    )  # fmt: skip
+
+
+def found(
+    allow: str | None, *, batch_norm: bool = False, linear: bool = True, ragged: bool = False
+) -> list[tuple[Setting, tuple[str | None, int | None, float | None]]]:
+    planner = offering(batch_norm, linear, ragged)
+    some = planner._settings(Allowed.of(allow))
+    ranks = [s.rank(planner.context.circumstances) for s in some]
+    assert ranks == sorted(ranks)
+    plans = [s.plan() for s in some]
+    return [
+        (s, (p.precision and p.precision.kind, p.at_once, p.sparsity and p.sparsity.density))
+        for s, p in zip(some, plans, strict=True)
+    ]
+
+
+def made(allow: str | None, **changes: bool) -> list[tuple[str | None, int | None, float | None]]:
+    return [setting for _, setting in found(allow, **changes)]
 
 
 def test_settings_by_what_is_allowed() -> None:
     sizes = [None, 6, 4, 3, 2, 1]
     assert made("lossless") == [(None, size, None) for size in sizes]
+    assert made("exact") == [(None, None, None)]
     assert made(None) == [(p, size, None) for p in (None, "fp16") for size in sizes]
     assert made("lossless", batch_norm=True) == [(None, None, None)]
     assert (None, 1, None) in made("bn-microbatch", batch_norm=True)
-    assert all(density is None for _, _, density in made("sparsity", sparsifiable=False))
+    none = made("sparsity", linear=False, batch_norm=True)
+    assert none and all(density is None for _, _, density in none)
     assert len(made("lossless", ragged=True)) == 6
 
 
 def test_kinds() -> None:
-    found = settings(
-        Allowed.of("bn-microbatch,sparsity"), 12, batch_norm=True, sparsifiable=True, ragged=False
-    )
-    kinds = {(s.precision is None, s.microbatch is None, s.density is None): s.kind for s in found}
+    some = found("bn-microbatch,sparsity", batch_norm=True)
+    at = offering(True, True, False).context.circumstances
+    kinds = {tuple(value is None for value in key): s.level(at).kind for s, key in some}
     assert kinds[True, True, True] == LOSSLESS
-    assert kinds[False, True, True] == NEAR
+    assert kinds[False, True, True] == NEAR_LOSSLESS
     assert {kind for key, kind in kinds.items() if not (key[1] and key[2])} == {LOSSY}
 
 
@@ -116,7 +150,7 @@ def test_time_grows_as_the_budget_falls(planner: Planner) -> None:
         assert plan.sparsity is None
     seconds = [plan.predicted.seconds for plan in found]
     assert seconds == sorted(seconds)
-    assert [plan.kind for plan in found] == [LOSSLESS] * 3 + [NEAR] + [LOSSY] * 3
+    assert [plan.kind for plan in found] == [LOSSLESS] * 3 + [NEAR_LOSSLESS] + [LOSSY] * 3
 
 
 @pytest.mark.parametrize(

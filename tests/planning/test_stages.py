@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from shoestring.planning.stages import Chain, Option, Stage, Work, between, evaluate, plain
+from shoestring.memory.work import Work
+from shoestring.techniques.checkpointing.stages import (
+    Chain,
+    Option,
+    Stage,
+    between,
+    evaluate,
+    plain,
+)
 
 
 def stage(name: str, tape: int, *, out: int = 10, cheap: int | None = None) -> Stage:

@@ -13,7 +13,8 @@ from torch import nn
 
 from shoestring.errors import InputError
 from shoestring.planning.fit import fit
-from shoestring.step.apply import Step, apply
+from shoestring.step.apply import apply
+from shoestring.step.step import Step
 from shoestring.techniques import Checkpointing, Microbatching, Precision, Sparsity, Technique
 from shoestring.techniques.plan import Plan
 from shoestring.verification.verify import verify

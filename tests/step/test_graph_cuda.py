@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from shoestring.step import graph as graphs
-from shoestring.step.apply import Step, apply
+from shoestring.step.apply import apply
+from shoestring.step.step import Step
 from shoestring.techniques import Checkpointing, Microbatching, Precision
 from shoestring.trace.batches import form_of
 from techniques.small_models import Attention

@@ -24,8 +24,9 @@ from shoestring.lab.runs.loop import train
 from shoestring.lab.runs.settings import Settings, settings_for
 from shoestring.lab.runs.trainer import Trainer
 from shoestring.lab.tasks import ImageTask, load_task
-from shoestring.step.apply import Step, apply
+from shoestring.step.apply import apply
 from shoestring.step.shares import Parallel
+from shoestring.step.step import Step
 from shoestring.techniques import Checkpointing, Microbatching, Precision, Sparsity, Technique
 from shoestring.techniques.microbatching import accumulate
 from shoestring.techniques.plan import Plan

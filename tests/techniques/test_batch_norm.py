@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from interpreter import run_interpreted
-from shoestring.step.apply import Step, apply
+from shoestring.step.apply import apply
+from shoestring.step.step import Step
 from shoestring.techniques import Checkpointing, Microbatching, Precision, batch_norm
 from shoestring.techniques.batch_norm import Settings, inner, normalise, statistics
 

@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from shoestring.errors import InputError, NoEffectWarning
-from shoestring.step.apply import Step, apply
+from shoestring.step.apply import apply
 from shoestring.step.predict import predict_step
+from shoestring.step.step import Step
 from shoestring.techniques import Checkpointing, Microbatching, Precision, Sparsity, Technique
 from techniques.small_models import SMALL
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from shoestring.techniques.plan import Plan
 from shoestring.trace.batches import map_tensors
 from shoestring.trace.streams import rewound_streams
 from shoestring.verification.certificate import Comparison
-from shoestring.verification.verify import prove
+from shoestring.verification.proof import prove
 from techniques.small_models import SMALL, Attention, classify
 
 
@@ -194,7 +195,7 @@ def swapped(setup: Setup) -> None:
 
     def swap() -> None:
         held = [s["momentum_buffer"] for s in setup.optimizer.state.values() if s]
-        for first, second in zip(held, held[1:], strict=False):
+        for first, second in pairwise(held):
             if first.shape == second.shape and not torch.equal(first, second):
                 kept = first.clone()
                 first.copy_(second)

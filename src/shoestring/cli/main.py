@@ -15,26 +15,23 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from .. import __version__
 from ..errors import InputError, ShoestringError, render
 from ..progress import working
 from ..units import format_count, format_flops, format_size
+from ..version import __version__
 from . import study_verbs as study_verbs
 from . import train_verbs as train_verbs
 from .options import (
     AsJson,
     Batch,
-    Checkpoint,
-    Density,
     Inputs,
     LossName,
-    Microbatch,
     ModelName,
     OptimizerName,
     PlanFile,
-    PrecisionKind,
+    lossy_names,
     planned,
-    techniques,
+    with_technique_flags,
 )
 
 app = typer.Typer(
@@ -72,15 +69,13 @@ def _root(
 `shoestring profile mypackage.models:build --input 8x3x224x224 --accounting device --device cuda`
 """
 )
+@with_technique_flags
 def profile(
     model: ModelName,
     input: Inputs = None,
     batch: Batch = None,
     optimizer: OptimizerName = None,
-    density: Density = None,
-    precision: PrecisionKind = None,
-    microbatch: Microbatch = None,
-    checkpoint: Checkpoint = None,
+    techniques: dict[str, Any] = {},  # noqa: B006
     accounting: Annotated[
         str,
         typer.Option(help="fundamental (the report's) or device (what the allocator shows)."),
@@ -96,35 +91,32 @@ def profile(
 ) -> None:
     """Where every byte of a training step goes, before anything is allocated."""
     with working(f"tracing {model}"):
-        from ..lab.target import resolve
+        from ..lab.target import at_once, flagged_plan, resolve
         from ..step.profiling import check
         from ..step.profiling import profile as predict
-        from ..techniques import Microbatching
+        from ..techniques.registry import flags
 
-        chosen = techniques(density, precision, checkpoint)
-        if microbatch is not None:
-            Microbatching(microbatch)
-        check(accounting, device, chosen)
-        target = resolve(model, input or (), batch=batch, microbatch=microbatch, loss=loss)
+        check(accounting, device)
+        chosen = flagged_plan(model, techniques)
+        counted = accounting == "fundamental"  # on the part of the batch that runs at once
+        plan = chosen if counted else None
+        target = resolve(model, input or (), batch=batch, plan=plan, loss=loss)
         name = target.optimizer if optimizer is None else optimizer
         result = predict(
             target.model,
             target.batch,
             loss=target.loss,
             optimizer=None if name == "none" else name,
-            accounting=accounting,
+            accounting=accounting,  # type: ignore[arg-type]
             device=device,
-            techniques=chosen,
+            techniques=at_once(chosen) if counted else chosen,
         )
     settings = {
         "model": model,
         "batch": target.batch_size,
         "batch_unit": target.batch_unit,
-        "microbatch": microbatch,
         "optimizer": name,
-        "density": density,
-        "precision": precision or "fp32",
-        "checkpoint": checkpoint or "none",
+        **{flag.name: techniques.get(flag.name, flag.neutral) for flag in flags().values()},
     }
     if html is not None:
         from ..lab.study.page import write_profile
@@ -133,7 +125,7 @@ def profile(
     if as_json:
         typer.echo(json.dumps({**settings, **result.as_dict()}))
     else:
-        show_profile(settings, result)
+        show_profile(settings, chosen.short(), result)
 
 
 @app.command(
@@ -144,16 +136,14 @@ def profile(
 `shoestring verify mypackage.models:build --input 8x3x224x224 --plan plan.toml`
 """
 )
+@with_technique_flags
 def verify(
     model: ModelName,
     plan: PlanFile = None,
     input: Inputs = None,
     batch: Batch = None,
     optimizer: OptimizerName = None,
-    density: Density = None,
-    precision: PrecisionKind = None,
-    microbatch: Microbatch = None,
-    checkpoint: Checkpoint = None,
+    techniques: dict[str, Any] = {},  # noqa: B006
     loss: LossName = None,
     steps: Annotated[int, typer.Option(help="Training steps that are compared.")] = 3,
     as_json: AsJson = False,
@@ -169,10 +159,7 @@ def verify(
             plan=plan,
             batch=batch,
             loss=loss,
-            density=density,
-            precision=precision,
-            microbatch=microbatch,
-            checkpoint=checkpoint,
+            techniques=techniques,
         )
         name = target.optimizer if optimizer is None else optimizer
         made = make_optimizer(None if name == "none" else name, target.model, {})
@@ -210,8 +197,8 @@ def plan(
     allow: Annotated[
         list[str] | None,
         typer.Option(
-            help="What may change the numbers: precision (the default), bn-microbatch, sparsity; "
-            "or lossless. Repeatable, or with commas."
+            help="How close to plain training: exact, lossless or near (the default); and lossy "
+            "techniques by name: " + ", ".join(lossy_names()) + ". Repeatable, or with commas."
         ),
     ] = None,
     accounting: Annotated[
@@ -279,15 +266,10 @@ app.command(epilog=study_verbs.STUDY_EXAMPLES)(study_verbs.study)
 app.command(epilog=study_verbs.REPORT_EXAMPLES)(study_verbs.report)
 
 
-def show_profile(settings: dict[str, Any], result: Any) -> None:
+def show_profile(settings: dict[str, Any], plan: str, result: Any) -> None:
     """A table by category, the largest modules, and the instant of the peak."""
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 100)
-    what = [f"{settings['batch']} {settings['batch_unit']}", str(settings["optimizer"])]
-    if settings["microbatch"]:
-        what.append(f"microbatch {settings['microbatch']}")
-    what += [str(settings[k]) for k in ("precision", "checkpoint") if settings[k] != "none"]
-    if settings["density"] is not None:
-        what.append(f"density {settings['density']:g}")
+    what = [f"{settings['batch']} {settings['batch_unit']}", str(settings["optimizer"]), plan]
     console.print(
         f"[bold]{settings['model']}[/bold] · {escape(' · '.join(what))}\n"
         f"{format_count(result.parameters)} parameters, "

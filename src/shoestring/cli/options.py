@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import tomllib
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any
 
 import torch
 import typer
 
 from ..errors import InputError
-from ..lab.models import LONGEST_SENTENCE_TOKENS, SENTENCE_TOKENS, builtin
-from ..lab.target import Target, resolve
-from ..techniques import Checkpointing, Microbatching, Precision, Sparsity, Technique
-from ..techniques.microbatching.split import examples_of
+from ..lab.models import LONGEST_SENTENCE_TOKENS, SENTENCE_TOKENS
+from ..lab.target import Target, batch_unit, flagged_plan, resolve
+from ..techniques.base import Flag
 from ..techniques.plan import Plan
+from ..techniques.registry import flags, registered
+from ..trace.split import examples_of
 
 ModelName = Annotated[
     str, typer.Argument(help="A built-in name (wrn-28-2, dc-transformer) or module:factory.")
@@ -27,13 +29,6 @@ Inputs = Annotated[
 Batch = Annotated[int | None, typer.Option(help="Minibatch: examples, or tokens.")]
 OptimizerName = Annotated[
     str | None, typer.Option(help="sgd, adam, adamw, sgd-plain, rmsprop, adagrad or none.")
-]
-Density = Annotated[float | None, typer.Option(help="Fraction of weights kept, in (0, 1].")]
-PrecisionKind = Annotated[str | None, typer.Option(help="fp32, fp16 or bf16.")]
-Microbatch = Annotated[int | None, typer.Option(help="Examples (or tokens) that run at once.")]
-Checkpoint = Annotated[
-    str | None,
-    typer.Option(help="none, no-bn, every-M, residual-M, `residual-M*` or `keep*3, recompute*9`."),
 ]
 PlanFile = Annotated[
     str | None, typer.Option(help="File of a plan, TOML or JSON, in place of technique flags.")
@@ -48,18 +43,41 @@ LossName = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, bytes as integers.")]
 
 
-def techniques(
-    density: float | None, precision: str | None, checkpoint: str | None
-) -> list[Technique]:
-    """What the flags ask for; microbatches come with the batch."""
-    chosen: list[Technique] = []
-    if density is not None:
-        chosen.append(Sparsity(density))
-    if precision is not None:
-        chosen.append(Precision(precision))
-    if checkpoint is not None:
-        chosen.append(Checkpointing.parse(checkpoint))
-    return chosen
+Command = Callable[..., None]
+
+
+def lossy_names() -> list[str]:
+    """By which techniques are allowed to be lossy."""
+    return [kind.allow or name for name, kind in registered().items()]
+
+
+def with_technique_flags(command: Command) -> Command:
+    """Give a verb the flags of all techniques in place of its argument `techniques`.
+
+    It is called with those that were given, by name.
+    """
+    plain = inspect.signature(command, eval_str=True)
+    options = [_option(flag) for flag in flags().values()]
+    parameters: list[inspect.Parameter] = []
+    for parameter in plain.parameters.values():
+        parameters += options if parameter.name == "techniques" else [parameter]
+
+    @functools.wraps(command)
+    def called(**given: Any) -> None:
+        named = {name: given.pop(name) for name in flags()}
+        command(**given, techniques={n: v for n, v in named.items() if v not in (None, False)})
+
+    called.__signature__ = plain.replace(parameters=parameters)  # type: ignore[attr-defined]
+    called.__annotations__ = {p.name: p.annotation for p in parameters}
+    return called
+
+
+def _option(flag: Flag) -> inspect.Parameter:
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    option = typer.Option("--" + flag.name.replace("_", "-"), help=flag.help)
+    wanted: Any = bool if flag.kind is bool else flag.kind | None
+    default = False if flag.kind is bool else None
+    return inspect.Parameter(flag.name, kind, default=default, annotation=Annotated[wanted, option])
 
 
 def named_values(
@@ -88,53 +106,43 @@ def planned(
     plan: str | None,
     batch: int | None,
     loss: str | None,
-    density: float | None,
-    precision: str | None,
-    microbatch: int | None,
-    checkpoint: str | None,
+    techniques: Mapping[str, Any],
 ) -> tuple[Plan, Target]:
     """A plan, from its file or from flags, and a real model with a small batch to try it on.
 
     A batch that is not given has 8 images or 100 tokens, or two microbatches if that is more.
     """
-    flags = {"density": density, "precision": precision, "microbatch": microbatch}
-    given = [name for name, v in {**flags, "checkpoint": checkpoint}.items() if v is not None]
-    if plan is not None and given:
+    if plan is not None and techniques:
         raise InputError(
-            f"--plan and --{given[0]} are both given", hint="write the setting into the plan's file"
+            f"--plan and --{next(iter(techniques))} are both given",
+            hint="write the setting into the plan's file",
         )
-    chosen = (
-        Plan.of(techniques(density, precision, checkpoint)) if plan is None else Plan.load(plan)
-    )
-    if microbatch is not None:
-        Microbatching(microbatch)
+    chosen = flagged_plan(model, techniques) if plan is None else Plan.load(plan)
     if batch is None and ":" not in model:
-        batch = _small_batch(builtin(model).batch_unit, chosen, microbatch)
+        batch = _small_batch(batch_unit(model), chosen, flagged=plan is None)
     torch.manual_seed(0)
     target = resolve(model, inputs or (), batch=batch, loss=loss, real=True)
-    if microbatch is not None:
-        chosen = replace(chosen, microbatching=_split(target, microbatch))
+    if plan is None and chosen.at_once is not None:
+        _check_parts(target, chosen.at_once)
     return chosen, target
 
 
-def _small_batch(unit: str, plan: Plan, microbatch: int | None) -> int:
-    """Large enough for two microbatches; a plan counts examples, a flag the model's own unit."""
-    examples = 0 if plan.microbatching is None else 2 * plan.microbatching.size
+def _small_batch(unit: str, plan: Plan, *, flagged: bool) -> int:
+    """Large enough for two parts; a plan counts examples, a flag the model's own unit."""
+    parts = 2 * (plan.at_once or 0)
     if unit == "images":
-        return max(8, examples, 2 * (microbatch or 0))
-    if examples:  # sentences, of which there are several only in a batch this large
-        return SENTENCE_TOKENS * max(examples, LONGEST_SENTENCE_TOKENS // SENTENCE_TOKENS + 1)
-    return max(100, 2 * (microbatch or 0))
+        return max(8, parts)
+    if parts and not flagged:  # sentences, of which there are several only in a batch this large
+        return SENTENCE_TOKENS * max(parts, LONGEST_SENTENCE_TOKENS // SENTENCE_TOKENS + 1)
+    return max(100, parts)
 
 
-def _split(target: Target, microbatch: int) -> Microbatching:
-    """Microbatches of so many examples or tokens, as examples of the target's batch."""
+def _check_parts(target: Target, at_once: int) -> None:
+    """Whole examples must run at once."""
     examples = examples_of(target.batch) or 1
     each = target.batch_size // examples
-    if microbatch % each or microbatch > target.batch_size:
+    if at_once % each or at_once > target.batch_size:
         raise InputError(
-            f"a batch of {examples} × {each} {target.batch_unit} has no microbatches of "
-            f"{microbatch}",
+            f"a batch of {examples} × {each} {target.batch_unit} has no microbatches of {at_once}",
             hint=f"a multiple of {each} up to {target.batch_size}, or another --batch",
         )
-    return Microbatching(microbatch // each)

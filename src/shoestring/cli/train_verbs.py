@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -12,13 +12,10 @@ from ..progress import working
 from .options import (
     AsJson,
     Batch,
-    Checkpoint,
-    Density,
-    Microbatch,
     ModelName,
     PlanFile,
-    PrecisionKind,
     named_values,
+    with_technique_flags,
 )
 
 TRAIN_EXAMPLES = """Examples:
@@ -35,6 +32,7 @@ TRANSLATE_EXAMPLE = (
 PREPARE_EXAMPLE = """Example: `shoestring prepare multi30k --data-dir data --out multi30k-10k`"""
 
 
+@with_technique_flags
 def train(
     model: ModelName,
     data: Annotated[
@@ -55,13 +53,7 @@ def train(
         str | None, typer.Option(help="Plan for a peak of this size, such as '13 MB'.")
     ] = None,
     allow: Annotated[str | None, typer.Option(help="What --budget may cost, as for plan.")] = None,
-    density: Density = None,
-    precision: PrecisionKind = None,
-    microbatch: Microbatch = None,
-    simulated: Annotated[
-        bool, typer.Option("--simulated", help="Microbatches only for BatchNorm's statistics.")
-    ] = False,
-    checkpoint: Checkpoint = None,
+    techniques: dict[str, Any] = {},  # noqa: B006
     set_: Annotated[
         list[str] | None,
         typer.Option(
@@ -144,11 +136,7 @@ def train(
             plan=plan,
             budget=budget,
             allow=allow,
-            density=density,
-            precision=precision,
-            microbatch=microbatch,
-            simulated=simulated,
-            checkpoint=checkpoint,
+            techniques=techniques,
             changes=named_values(set_ or ()),
             epochs=epochs,
             batch=batch,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..errors import InputError
-from ..techniques import Microbatching
+from ..techniques.plan import Plan, from_flags
 from .models import builtin
 
 _TYPES = {
@@ -70,16 +70,33 @@ class InputSpec:
         return cls(shape, _TYPES[kind], match[1])
 
 
+def batch_unit(name: str) -> str:
+    """What the size of a batch counts: images, tokens or examples."""
+    return "examples" if ":" in name else builtin(name).batch_unit
+
+
+def flagged_plan(name: str, given: Mapping[str, Any]) -> Plan:
+    """What flags ask for, in the unit of the model."""
+    return from_flags(given, batch_unit(name))
+
+
+def at_once(plan: Plan) -> Plan:
+    """What is left of a plan for a batch that is the part which runs at once."""
+    return Plan(technique for technique in plan.techniques if technique.at_once is None)
+
+
 def resolve(
     name: str,
     inputs: Sequence[str] = (),
     *,
     batch: int | None = None,
-    microbatch: int | None = None,
+    plan: Plan | None = None,
     loss: str | None = None,
     real: bool = False,
 ) -> Target:
-    """Build what the command line names, on fake tensors; the batch is one microbatch.
+    """Build what the command line names, on fake tensors.
+
+    With a plan the batch is the part of the minibatch that runs at once.
 
     `real`: on tensors with memory and random data, integers 0 or 1 for an imported model.
     """
@@ -89,15 +106,15 @@ def resolve(
             hint=f"a whole number from 1 to {LARGEST_BATCH:,}",
         )
     if ":" not in name:
-        return _builtin(name, inputs, batch, microbatch, loss, real)
-    return _imported(name, inputs, batch, microbatch, loss, real)
+        return _builtin(name, inputs, batch, plan or Plan(), loss, real)
+    return _imported(name, inputs, batch, plan or Plan(), loss, real)
 
 
 def _builtin(
     name: str,
     inputs: Sequence[str],
     batch: int | None,
-    microbatch: int | None,
+    plan: Plan,
     loss: str | None,
     real: bool,
 ) -> Target:
@@ -107,11 +124,11 @@ def _builtin(
             f"{name} brings its own inputs and loss", hint="use --batch to change its size"
         )
     size = known.default_batch if batch is None else batch
-    if microbatch is not None:
-        Microbatching(microbatch).check_size(size)
+    for technique in plan.techniques:
+        technique.check_size(size)
     with nullcontext() if real else _building(), _not_too_large(name):
         model = known.build()
-        data = known.batch(size if microbatch is None else microbatch)
+        data = known.batch(size if plan.at_once is None else plan.at_once)
     return Target(name, model, data, known.loss, known.default_optimizer, size, known.batch_unit)
 
 
@@ -119,7 +136,7 @@ def _imported(
     name: str,
     inputs: Sequence[str],
     batch: int | None,
-    microbatch: int | None,
+    plan: Plan,
     loss: str | None,
     real: bool,
 ) -> Target:
@@ -158,8 +175,8 @@ def _imported(
     data: Any = tuple(tensors)
     if True in named:
         data = {str(s.name): t for s, t in zip(specs, tensors, strict=True)}
-    if microbatch is not None:
-        data = Microbatching(microbatch).prepare(data)
+    for technique in plan.techniques:
+        data = technique.prepare(data)
     checked = loss_function if real else _checking_types(loss_function)
     return Target(name, model, data, checked, "sgd", size, "examples")
 

@@ -50,7 +50,8 @@ def parameter_bytes(trace: Trace, index_format: IndexFormat = "csr") -> ModelByt
             gradient += dense_bytes(numel, bits)
         for elements in parameter.state_elements:
             held = numel if elements == parameter.numel else elements
-            state += dense_bytes(held, bits)
+            kept = parameter.state_dtype or parameter.dtype
+            state += dense_bytes(held, kept.itemsize * 8)
     return ModelBytes(model, gradient, state)
 
 

@@ -64,3 +64,15 @@ def build(changes: Sequence[Change], labels: Sequence[tuple[str, str, str]]) -> 
         if change.instant < len(labels):
             table[change.instant, column[change.role]] += change.nbytes
     return Timeline(tuple(labels), table.cumsum(axis=0)[: len(labels)], tuple(changes))
+
+
+_RESIDENT = (
+    Role.MODEL, Role.BUFFER, Role.INPUT, Role.OPTIMIZER_STATE, Role.GRADIENT, Role.WORKSPACE,
+)  # fmt: skip
+
+
+def resident_bytes(timeline: Timeline) -> int:
+    """What is there all the time; not what the first operation needs for itself."""
+    first = sum(c.nbytes for c in timeline.changes if c.instant == 0 and c.role in _RESIDENT)
+    gone = (c for c in timeline.changes if c.instant == 1 and c.role is Role.WORKSPACE)
+    return first + sum(c.nbytes for c in gone if c.nbytes < 0)

@@ -17,7 +17,7 @@ from functools import lru_cache
 import torch
 import torch.nn.functional as F
 
-from .stages import Work
+from ..memory.work import Work
 
 _KINDS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 

@@ -11,8 +11,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..errors import BudgetError, InputError
-from ..step.apply import Step, apply
+from ..step.apply import apply
 from ..step.holding import Hold, shapes_of
+from ..step.step import Step, revisable
 from ..techniques.microbatching.split_test import find_units
 from ..trace.capture import Loss, check_trainable
 from ..trace.fakes import check_optimizer, fake_batch, fake_model, make_optimizer
@@ -36,12 +37,26 @@ def fit(
     allow: str | Iterable[str] | None = None,
     enforce: bool = False,
 ) -> Step:
-    """A training step that stays within the budget: `plan` and `apply`, and plans again if need be.
+    """Make a training step that stays within the budget: `plan`, `apply`, and again if need be.
 
     When a step needs more than the budget, or the device runs out of memory, it says so with
     numbers (BudgetWarning), takes the failed step back (weights, buffers and random streams are as
-    before), and goes on by a tighter plan: no minibatch is lost. `enforce`: CUDA's allocator gives
-    out no more than the budget.
+    before), and goes on by a tighter plan: no minibatch is lost.
+
+    Args:
+        model: Changed in place.
+        batch: What one step is given; others may have other shapes.
+        loss: `(model, batch) -> scalar`.
+        optimizer: Over the model's parameters; changed in place.
+        budget: Bytes, or text such as "8 GB".
+        allow: As for `plan`.
+        enforce: CUDA's allocator gives out no more than the budget.
+
+    Returns:
+        A `Step`; `step(batch)` is forward, backward and update.
+
+    Example:
+        >>> step = ss.fit(model, batch, loss=loss, optimizer=optimizer, budget="8 GB")
     """
     check_trainable(model)
     check_optimizer(optimizer)
@@ -101,9 +116,7 @@ class _Tighter:
             self._planned_bytes[shapes] = int(self._planned_bytes[shapes] * off * _SPARE)
 
         def alike(setting: Setting) -> bool:
-            density = None if now.sparsity is None else now.sparsity.density
-            kind = None if now.precision is None else now.precision.kind
-            return setting.density == density and kind in (None, setting.precision)
+            return revisable(now, setting.plan())
 
         try:
             found = self._planner.plan(self._planned_bytes[shapes], among=alike)

@@ -6,23 +6,25 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..errors import InputError
+from ..memory.prediction import Prediction
 from ..units import format_size
-from .result import FrontPoint, Predicted, format_seconds, short
+from .result import FrontPoint, format_seconds
 
 
-def front_table(points: Sequence[FrontPoint], plain: Predicted) -> str:
+def front_table(points: Sequence[FrontPoint], plain: Prediction) -> str:
     """Memory, time and plan, from the least memory on."""
     lines = [f"{'peak':>10}  {'step':>9}  {'of plain':>15}  {'':13}  plan"]
+    assert plain.seconds is not None
     for point in points:
         share = f"{point.peak_bytes / plain.peak_bytes:.2f}x / {point.seconds / plain.seconds:.2f}x"
         lines.append(
             f"{format_size(point.peak_bytes):>10}  {format_seconds(point.seconds):>9}  "
-            f"{share:>15}  {point.kind:13}  {short(point.plan)}"
+            f"{share:>15}  {point.kind:13}  {point.plan.short()}"
         )
     return "\n".join(lines)
 
 
-def plot_front(points: Sequence[FrontPoint], plain: Predicted, title: str, file: str) -> None:
+def plot_front(points: Sequence[FrontPoint], plain: Prediction, title: str, file: str) -> None:
     """Write the picture; the ending of the name says which format."""
     try:
         from matplotlib.figure import Figure
@@ -32,6 +34,7 @@ def plot_front(points: Sequence[FrontPoint], plain: Predicted, title: str, file:
         ) from None
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
+    assert plain.seconds is not None
     for kind in dict.fromkeys(p.kind for p in points):
         some = [p for p in points if p.kind == kind]
         memory, seconds = [p.peak_bytes / 1e6 for p in some], [p.seconds for p in some]

@@ -3,38 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from ..memory.prediction import Prediction
+from ..techniques.claims import LOSSLESS, LOSSY, NEAR_LOSSLESS
 from ..techniques.plan import Plan
 from ..units import format_flops, format_size
-
-LOSSLESS, NEAR, LOSSY = "lossless", "near-lossless", "lossy"
-
-
-@dataclass(frozen=True)
-class Predicted:
-    """What one step is predicted to take, by which accounting and which costs."""
-
-    peak_bytes: int
-    seconds: float
-    flops: int
-    """Forward, backward and what runs again."""
-    accounting: str
-    device: str
-    costs: str
-    """Where the seconds come from."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values."""
-        return {
-            "peak_bytes": self.peak_bytes,
-            "step_seconds": self.seconds,
-            "flops": self.flops,
-            "accounting": self.accounting,
-            "device": self.device,
-            "costs": self.costs,
-        }
 
 
 @dataclass(frozen=True)
@@ -75,11 +50,11 @@ class FrontPoint:
 class BudgetPlan(Plan):
     """The plan of least predicted time whose predicted peak and a margin stay within a budget."""
 
-    budget_bytes: int
+    budget_bytes: int = field()  # type: ignore[misc]
     margin: float
     """Fraction of the budget left free for what the prediction may miss."""
-    predicted: Predicted
-    plain: Predicted
+    predicted: Prediction
+    plain: Prediction
     """Of the same step without a plan."""
     choices: tuple[Choice, ...]
     front: tuple[FrontPoint, ...] = ()
@@ -88,13 +63,13 @@ class BudgetPlan(Plan):
     @property
     def plan(self) -> Plan:
         """The techniques alone."""
-        return Plan.of(self.techniques)
+        return Plan(self.techniques)
 
     @property
     def kind(self) -> str:
         """How close training by it is to plain training: as far as its weakest part."""
         kinds = [choice.kind for choice in self.choices]
-        return next((kind for kind in (LOSSY, NEAR) if kind in kinds), LOSSLESS)
+        return next((kind for kind in (LOSSY, NEAR_LOSSLESS) if kind in kinds), LOSSLESS)
 
     def to_toml(self) -> str:
         """The plan for a person to edit; what was predicted stands above it as comments."""
@@ -118,37 +93,23 @@ class BudgetPlan(Plan):
 
     def _summary(self) -> list[str]:
         predicted, plain = self.predicted, self.plain
+        seconds, flops = _number(predicted.seconds), _number(predicted.flops)
         of = "" if predicted.accounting == "fundamental" else f" on {predicted.device}"
         return [
             f"{self.kind}, for {format_size(self.budget_bytes)}: "
             f"predicted {format_size(predicted.peak_bytes)} "
             f"({predicted.accounting} accounting{of}, {100 * self.margin:g}% left free), "
             f"plain {format_size(plain.peak_bytes)}",
-            f"step {format_seconds(predicted.seconds)}, {_times(predicted.seconds, plain.seconds)} "
-            f"plain; {format_flops(predicted.flops)}, {_times(predicted.flops, plain.flops)} plain "
+            f"step {format_seconds(seconds)}, {_times(seconds, plain.seconds)} "
+            f"plain; {format_flops(int(flops))}, {_times(flops, plain.flops)} plain "
             f"(time by costs {predicted.costs})",
         ]
 
     def __str__(self) -> str:
-        first = f"{short(self)}: {format_size(self.predicted.peak_bytes)}, "
-        first += f"{_times(self.predicted.flops, self.plain.flops)} FLOPs"
+        first = f"{self.short()}: {format_size(self.predicted.peak_bytes)}, "
+        first += f"{_times(_number(self.predicted.flops), self.plain.flops)} FLOPs"
         rows = [(c.part, c.setting, c.kind, c.why) for c in self.choices]
         return "\n".join([first, *self._summary(), *_table(rows)])
-
-
-def short(plan: Plan) -> str:
-    """A plan on one line, its parts by their settings: 'fp16 + residual-2* + microbatch 10'."""
-    parts = []
-    if plan.sparsity is not None:
-        parts.append(f"density {plan.sparsity.density:g}")
-    if plan.precision is not None:
-        parts.append(plan.precision.kind)
-    if plan.checkpointing is not None:
-        text = ", ".join(plan.checkpointing.schedule) or plan.checkpointing.strategy
-        parts.append(text if len(text) <= 48 else f"{text[:45]}...")
-    if plan.microbatching is not None:
-        parts.append(f"microbatch {plan.microbatching.size}")
-    return " + ".join(parts) or "plain"
 
 
 def format_seconds(seconds: float) -> str:
@@ -159,7 +120,12 @@ def format_seconds(seconds: float) -> str:
     raise AssertionError
 
 
-def _times(value: float, plain: float) -> str:
+def _number(value: float | None) -> float:
+    assert value is not None  # a planner predicts time, too
+    return value
+
+
+def _times(value: float, plain: float | None) -> str:
     return f"{value / plain:.2f}x" if plain else "1.00x"
 
 

@@ -15,10 +15,12 @@ from itertools import groupby
 from typing import Protocol
 
 from ..errors import BudgetError
-from ..techniques import Checkpointing
+from ..memory.prediction import Prediction
+from ..techniques.base import Technique
+from ..techniques.claims import Circumstances
 from ..techniques.plan import Plan
 from ..units import format_size
-from .result import FrontPoint, Predicted, short
+from .result import FrontPoint
 from .settings import Setting
 
 TRIES = 6
@@ -34,7 +36,8 @@ class Candidate:
     """A plan with what is estimated for it."""
 
     setting: Setting
-    checkpointing: Checkpointing | None
+    scheduled: Technique | None
+    """What the scheduler found for the room it had."""
     peak_bytes: int
     seconds: float
     flops: int
@@ -42,7 +45,7 @@ class Candidate:
     @property
     def plan(self) -> Plan:
         """The plan."""
-        return self.setting.plan(self.checkpointing)
+        return self.setting.plan(self.scheduled)
 
 
 class Estimates(Protocol):
@@ -68,7 +71,7 @@ class Estimates(Protocol):
         """Some for less and for more memory, by the same setting."""
         ...
 
-    def predict(self, candidate: Candidate) -> Predicted | None:
+    def predict(self, candidate: Candidate) -> Prediction | None:
         """The final word; None where the plan cannot be applied to the model."""
         ...
 
@@ -78,12 +81,14 @@ class Found:
     """The candidate that was chosen and what is predicted for it."""
 
     candidate: Candidate
-    predicted: Predicted
+    predicted: Prediction
 
 
-def search(estimates: Estimates, settings: Sequence[Setting], limit_bytes: int) -> Found | None:
+def search(
+    estimates: Estimates, settings: Sequence[Setting], limit_bytes: int, at: Circumstances
+) -> Found | None:
     """The least lossy setting that fits, with the best schedule that was found for it."""
-    for _, alike in groupby(settings, key=lambda s: s.loss):
+    for _, alike in groupby(settings, key=lambda s: s.rank(at)):
         queue: list[tuple[float, int, Setting, Candidate | None, int, int]] = []
         for number, setting in enumerate(alike):
             least = estimates.least_seconds(setting)
@@ -114,8 +119,8 @@ def smallest(estimates: Estimates, settings: Sequence[Setting]) -> Found | None:
     best: Found | None = None
 
     def bound(setting: Setting) -> tuple[int, float, float]:
-        size = float("inf") if setting.microbatch is None else setting.microbatch
-        return estimates.least_bytes(setting), size, setting.density or 1.0
+        lossiness = sum(offer.lossiness for offer in setting.offers)
+        return estimates.least_bytes(setting), setting.scales.share, -lossiness
 
     tried = 0
     for setting in sorted(settings, key=bound):
@@ -153,12 +158,14 @@ def budget_error(
         hint += "; microbatches need a batch whose tensors share their first dimension"
     if why:
         hint += f"; microbatches are left out: {why}"
+    if why:
+        hint += f"; microbatches are left out: {why}"
     if least is None:
         return BudgetError(f"no plan fits {format_size(budget_bytes)}", hint=hint)
     needed = budget_for(least.predicted.peak_bytes, margin)
     return BudgetError(
         f"no plan fits {format_size(budget_bytes)}; the smallest found is {_at_least(needed)} "
-        f"({short(least.candidate.plan)})",
+        f"({least.candidate.plan.short()})",
         hint=hint,
         smallest_bytes=needed,
     )

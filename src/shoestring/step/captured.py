@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..techniques.checkpointing.draws import Places, followed_by
+from ..techniques.draws import Places, followed_by
 from ..trace.batches import map_tensors, tensors_of
 
 

@@ -7,7 +7,6 @@ loss scale and sparse pattern stay equal without being sent. `sharding.py` split
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,17 +16,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..errors import InputError, ShoestringError
+from ..errors import InputError
 from ..memory.live.measure import Measurement
-from ..techniques.base import Setup
+from ..techniques.base import Setup, Technique
 from ..techniques.microbatching import tested_units
 from ..techniques.plan import Plan
-from ..techniques.sparsity.modules import sparse_tensors
 from ..trace.blocks import is_normalization
+from ..trace.capture import Loss
 from ..trace.graph import Phase
-from .apply import Step
 from .group import communication_device, ranks
 from .shares import Parallel, Shares
+from .step import Step, prepare, transform
 
 if TYPE_CHECKING:
     from .sharding import Sharding
@@ -127,37 +126,13 @@ def own_tensors(model: nn.Module) -> list[torch.Tensor]:
     return [t.to_local() if hasattr(t, "to_local") else t for t in held]
 
 
-class SamePattern:
-    """After every rewiring: all ranks must have the same nonzeros."""
-
-    def __init__(self, setup: Setup) -> None:
-        self._model, self._rewiring = setup.model, setup.state["sparsity"]
-        self._seen = 0
-
-    def __call__(self) -> bool:
-        """Compare a checksum of the indexes; changes nothing."""
-        rewirings = self._rewiring.rewirings  # type: ignore[attr-defined]
-        if rewirings == self._seen:
-            return False
-        self._seen = rewirings
-        own = 0
-        for tensor in sparse_tensors(self._model).values():
-            own = zlib.crc32(tensor.index.cpu().numpy().tobytes(), own)
-        both = torch.tensor([own, -own], device=communication_device())
-        dist.all_reduce(both, op=dist.ReduceOp.MAX)
-        if int(both[0]) != -int(both[1]):
-            raise ShoestringError(
-                "the ranks rewired their sparse weights differently",
-                hint="all ranks need the same device, library versions and values",
-            )
-        return False
-
-
 class Ranks:
     """Makes a setup one of several ranks; applied after what changes tensors, before microbatches.
 
     There the gradients of all microbatches are complete, and no update has seen them.
     """
+
+    order = 40
 
     def __init__(self, parallel: Parallel, plan: Plan) -> None:
         self._parallel, self._plan = parallel, plan
@@ -170,8 +145,10 @@ class Ranks:
                 "the model is wrapped in DistributedDataParallel",
                 hint="give the bare model; parallel= adds the gradients itself",
             )
+        for technique in self._plan.techniques:
+            technique.check_ranks(setup, self._parallel.kind)
         if self._parallel.kind == "fsdp":
-            from .sharding import check_sharding
+            from .sharding import check_sharding  # half a second to import, for those who use it
 
             check_sharding(setup, self._plan)
 
@@ -184,11 +161,11 @@ class Ranks:
         setup.split = Shares(self._parallel, self._plan, partial(tested_units, setup))
         plain_update = setup.update
         if self._parallel.kind == "fsdp":
-            from .sharding import Sharding  # half a second to import, for those who use it
+            from .sharding import Sharding
 
             self._sharding = Sharding(setup, self._plan)
-        elif "sparsity" in setup.state:
-            setup.after_update.append(SamePattern(setup))
+        for technique in self._plan.techniques:
+            technique.on_ranks(setup, self._parallel.kind)
         whole = self._sharding
         reduce = Reduction(setup.model.parameters() if whole is None else whole.replicated)
 
@@ -252,6 +229,23 @@ class ParallelStep(Step):
         if self._sharding is not None:
             state = self._sharding.own_part(state)
         super().load_state_dict(state)
+
+
+def apply_on_ranks(
+    plan: Plan | Iterable[Technique],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    loss: Loss,
+    parallel: Parallel,
+) -> ParallelStep:
+    """One step of all ranks; see `apply`."""
+    chosen, setup = prepare(plan, model, optimizer, loss=loss)
+    ranks_ = Ranks(parallel, chosen)
+    # What cuts the batch comes last: ranks add what all of their parts accumulated.
+    whole = [t for t in chosen.techniques if t.order < Ranks.order]
+    transform(setup, [*whole, ranks_, *(t for t in chosen.techniques if t.order >= Ranks.order)])
+    return ranks_.step(setup)
 
 
 def parallel_of(given: str | Parallel | None) -> Parallel | None:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ..techniques.base import Setup
-from ..techniques.checkpointing.draws import Starts, followed_by
+from ..techniques.draws import Starts, followed_by
 from ..trace.batches import form_of, map_tensors
 from ..trace.fakes import is_fake
 from ..trace.streams import rewound_streams, stream_states
@@ -32,21 +32,21 @@ PATIENCE = 3
 """Graphs in a row that were dropped before their second replay, until no more are captured."""
 
 
-def can_capture(setup: Setup, precision: str) -> bool:
+def can_capture(setup: Setup) -> bool:
     """Whether the step is on CUDA, and such that it can be a graph there."""
     first = next(setup.model.parameters())
     on_cuda = first.device.type == "cuda" and not is_fake(first)
-    return on_cuda and is_capturable(setup.model, setup.optimizer, precision)
+    return on_cuda and is_capturable(setup)
 
 
-def is_capturable(model: nn.Module, optimizer: torch.optim.Optimizer, precision: str) -> bool:
+def is_capturable(setup: Setup) -> bool:
     """Whether the update stays on the device, and random numbers come from PyTorch's generator."""
-    if any(isinstance(m, nn.RNNBase) and m.dropout > 0 for m in model.modules()):
+    if any(isinstance(m, nn.RNNBase) and m.dropout > 0 for m in setup.model.modules()):
         return False  # cuDNN draws from a state of its own
     return (
-        precision in ("fp16", "bf16")
-        or type(optimizer) is torch.optim.SGD
-        or all(group.get("capturable") for group in optimizer.param_groups)
+        setup.update_on_device
+        or type(setup.optimizer) is torch.optim.SGD
+        or all(group.get("capturable") for group in setup.optimizer.param_groups)
     )
 
 
@@ -57,13 +57,11 @@ class GraphRunner:
         self,
         setup: Setup,
         compute: Callable[[Any], torch.Tensor],
-        precision: str,
         *,
-        noisy: bool = False,
         in_place: bool = False,
     ) -> None:
         self._setup, self._compute, self.in_place = setup, compute, in_place
-        self._rates = Rates(setup.optimizer, precision, noisy=noisy)
+        self._rates = Rates(setup)
         self._modules = list(setup.model.modules())
         self._numbers = [(m.__dict__, name) for m in self._modules for name in numbers_of(m)]
         self._graphs: OrderedDict[Any, CapturedStep] = OrderedDict()

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import BudgetError, BudgetWarning
-from ..planning.result import BudgetPlan, short
+from ..techniques.plan import Plan
 from ..trace.batches import tensors_of
 from ..trace.streams import kept_streams
 from ..units import format_size
 
 if TYPE_CHECKING:
-    from .apply import Step
+    from .step import Step
 
 RETRIES = 8
 """Tighter plans tried for one minibatch."""
@@ -32,9 +32,11 @@ class Hold:
     second step of every shape, which has all optimizer state; the others run as they are.
     """
 
-    def __init__(self, step: Step, plan: BudgetPlan, tighten: Tighten | None = None) -> None:
+    def __init__(self, step: Step, plan: Plan, tighten: Tighten | None = None) -> None:
         self._step, self._plan, self._tighten = step, plan, tighten
         self._seen: dict[Any, int] = {}
+        assert plan.budget_bytes is not None
+        self._budget_bytes: int = plan.budget_bytes
         self._moving: set[str] | None = None
         """Buffers that a step writes to, known after the first."""
         self._first: dict[str, torch.Tensor] = {}
@@ -66,24 +68,23 @@ class Hold:
             first = self._first
             self._moving = {n for n, b in buffers.items() if not _same(first.get(n), b)}
             self._first = {}
-        if peak_bytes is not None and peak_bytes > self._plan.budget_bytes:
+        if peak_bytes is not None and peak_bytes > self._budget_bytes:
             self._passed(batch, peak_bytes)
 
     def _go_on(self, batch: Any, peak_bytes: int | None) -> None:
         assert self._tighten is not None
         self._tighten(self._step, batch, peak_bytes)
-        assert isinstance(self._step.plan, BudgetPlan)
         self._plan, self._seen = self._step.plan, {}
 
     def _run(self, batch: Any) -> tuple[torch.Tensor, int | None]:
         step = self._step
         if next(step.model.parameters()).device.type == "cuda":
             before = torch.cuda.max_memory_allocated()
-            if before > self._plan.budget_bytes:  # of something else, and it would hide this step
+            if before > self._budget_bytes:  # of something else, and it would hide this step
                 torch.cuda.reset_peak_memory_stats()
                 before = 0
             loss = step._run(batch)
-            if step.captured and step.captured_peak_bytes > self._plan.budget_bytes:
+            if step.captured and step.captured_peak_bytes > self._budget_bytes:
                 self._run_eagerly()
                 return loss, None
             reached = torch.cuda.max_memory_allocated()
@@ -98,7 +99,7 @@ class Hold:
 
     def _run_eagerly(self) -> None:
         """A captured step holds its batch and library workspaces a second time."""
-        needed, budget = self._step.captured_peak_bytes, self._plan.budget_bytes
+        needed, budget = self._step.captured_peak_bytes, self._budget_bytes
         warnings.warn(
             f"captured as a CUDA graph the step needs {_size(needed)} of {_size(budget)}; "
             "it goes on eagerly",
@@ -141,10 +142,8 @@ class Hold:
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
         plan = self._plan
-        planned, budget = _size(plan.predicted.peak_bytes), _size(plan.budget_bytes)
-        message = (
-            f"out of memory by the plan {short(plan)}: predicted {planned} for a budget of {budget}"
-        )
+        planned, budget = _size(plan.predicted.peak_bytes), _size(self._budget_bytes)
+        message = f"out of memory by the plan {plan.short()}: predicted {planned} of {budget}"
         if not intact:
             raise BudgetError(
                 message + "; it happened within the update, so weights have partly moved",
@@ -154,10 +153,10 @@ class Hold:
 
     def _passed(self, batch: Any, peak_bytes: int) -> None:
         plan = self._plan
-        over = _size(peak_bytes - plan.budget_bytes)
+        over = _size(peak_bytes - self._budget_bytes)
         message = (
             f"the step needed {_size(peak_bytes)}, {over} more than its budget of "
-            f"{_size(plan.budget_bytes)}; predicted were {_size(plan.predicted.peak_bytes)}"
+            f"{_size(self._budget_bytes)}; predicted were {_size(plan.predicted.peak_bytes)}"
         )
         if self._tighten is not None:
             try:

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..memory.device import device_timeline
-from ..memory.live.measure import Measurement
+from ..memory.prediction import Prediction
 from ..techniques.base import Technique
 from ..techniques.plan import Plan
-from ..trace.capture import Loss, named_failures
-from ..trace.fakes import fake_batch, fake_model, make_optimizer, same_random_streams
-from ..trace.outside import Outside
+from ..trace.capture import Loss
 from ..trace.passes import memory_alone
-from .apply import apply
 from .trace_step import capture_step
 
 
@@ -30,27 +25,14 @@ def predict_step(
     loss: Loss,
     optimizer: torch.optim.Optimizer,
     device: str = "cpu",
-) -> Measurement:
+) -> Prediction:
     """What `apply(plan, …).measure(batch)` will find; nothing is allocated or changed.
 
     For "cuda" it is what PyTorch's allocator will show, kernels and workspaces of CUDA included,
     wherever the model lies and whether there is a GPU or not.
     """
-    chosen = Plan.of(plan.techniques if isinstance(plan, Plan) else plan)  # without a budget
-    if device == "cuda":
-        with memory_alone():
-            trace = capture_step(
-                chosen, model, batch, loss=loss, optimizer=optimizer, device=device
-            )
-        return Measurement(device, int(device_timeline(trace).totals.max(initial=0)), {})
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with warnings.catch_warnings(), same_random_streams():
-        warnings.simplefilter("ignore")
-        twin, mapping = fake_model(model, mode)
-        data = fake_batch(batch, mode)
-        twin_optimizer = make_optimizer(optimizer, twin, mapping)
-        assert twin_optimizer is not None
-        with named_failures(), mode, Outside(mode), memory_alone():
-            step = apply(chosen, twin, twin_optimizer, loss=loss)
-            step.measure(data)  # makes the state; not step(data), which cannot read step counts
-            return step.measure(data)
+    chosen = Plan.of(plan)
+    with memory_alone():
+        trace = capture_step(chosen, model, batch, loss=loss, optimizer=optimizer, device=device)
+    peak_bytes = int(device_timeline(trace).totals.max(initial=0))
+    return Prediction(peak_bytes, "device", device)

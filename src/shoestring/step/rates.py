@@ -6,30 +6,27 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import Adam, AdamW
+
+from ..techniques.base import Setup
 
 
 class Rates:
     """While a step runs, the optimizer's learning rates are tensors, filled before it.
 
-    Only where the update reads them there: Adam and AdamW in 16 bits or where they are capturable,
-    and in 16 bits SGD without noise. Schedulers see the numbers they set.
+    Only where the update reads them there: Adam and AdamW that are capturable, and what a technique
+    put in the place of the update. Schedulers see the numbers they set.
     """
 
-    def __init__(self, optimizer: Optimizer, precision: str, *, noisy: bool = False) -> None:
-        self._optimizer, self._precision, self._noisy = optimizer, precision, noisy
+    def __init__(self, setup: Setup) -> None:
+        self._setup, self._optimizer = setup, setup.optimizer
         self._held: dict[int, torch.Tensor] = {}
 
-    def _fused(self) -> bool:
-        if isinstance(self._optimizer, (Adam, AdamW)):
-            captured = all(group["capturable"] for group in self._optimizer.param_groups)
-            return self._precision in ("fp16", "bf16") or captured
-        return (
-            type(self._optimizer) is SGD
-            and self._precision == "fp16"
-            and not self._noisy
-            and not any(group["dampening"] for group in self._optimizer.param_groups)
-        )
+    def _read_there(self) -> bool:
+        if self._setup.rates_on_device():
+            return True
+        known = isinstance(self._optimizer, (Adam, AdamW))
+        return known and all(group["capturable"] for group in self._optimizer.param_groups)
 
     @contextmanager
     def on_device(self, device: torch.device) -> Iterator[None]:
@@ -37,7 +34,7 @@ class Rates:
         numbers = {
             number: group["lr"]
             for number, group in enumerate(self._optimizer.param_groups)
-            if isinstance(group["lr"], (int, float)) and self._fused()
+            if isinstance(group["lr"], (int, float)) and self._read_there()
         }
         for number, rate in numbers.items():
             if number not in self._held:

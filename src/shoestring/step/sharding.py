@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import InputError
 from ..techniques.base import Setup
+from ..techniques.optimizers import ELEMENTWISE
 from ..techniques.plan import Plan
-from ..techniques.precision.update import ELEMENTWISE
 from ..trace.blocks import block_paths, is_normalization
 
 Split = Callable[[Any], Any]
@@ -30,26 +30,10 @@ Split = Callable[[Any], Any]
 def check_sharding(setup: Setup, plan: Plan) -> None:
     """Raise InputError for what cannot be split over the ranks."""
     kind = type(setup.optimizer)
-    if plan.sparsity is not None and plan.sparsity.density < 1:
-        raise InputError(
-            "fsdp cannot split sparse weights, whose sizes change when they are rewired",
-            hint="parallel='ddp' reduces only their values",
-        )
     if kind not in ELEMENTWISE:
         raise InputError(
             f"fsdp cannot split the state of {kind.__name__}",
             hint="SGD, Adam and other elementwise optimizers can; or parallel='ddp'",
-        )
-    low = plan.precision is not None and plan.precision.kind != "fp32"
-    if low and kind is not torch.optim.SGD:
-        raise InputError(
-            f"fsdp cannot split the scaled 16-bit state of {kind.__name__}",
-            hint="SGD, fp32, or parallel='ddp'",
-        )
-    if plan.microbatching is not None and plan.microbatching.accumulate == "compensated":
-        raise InputError(
-            "fsdp accumulates gradients by itself, without compensation",
-            hint="accumulate='parameter', or parallel='ddp'",
         )
     if setup.optimizer.state:
         raise InputError(
@@ -85,9 +69,9 @@ def _within(path: str, block: str) -> bool:
 
 def _units(model: nn.Module, plan: Plan) -> list[tuple[str, ...]]:
     """The blocks that are gathered together: those that run again together."""
-    if plan.checkpointing is None:
-        return [(path,) for path in block_paths(model)]
-    return plan.checkpointing.groups(model)
+    found = (technique.gathered(model) for technique in plan.techniques)
+    alone: list[tuple[str, ...]] = [(path,) for path in block_paths(model)]
+    return next((units for units in found if units is not None), alone)
 
 
 @dataclass(frozen=True)
@@ -130,13 +114,11 @@ class Sharding:
             parameter.data = parameter.data.contiguous()
         self.replicated = _odd_types(setup.model)
         """BatchNorm's FP32 parameters beside 16 bits: too few to split, reduced as in `ddp`."""
-        strategy = "none" if plan.checkpointing is None else plan.checkpointing.strategy
         settings: dict[str, Any] = {
             "mesh": init_device_mesh(device, (dist.get_world_size(),)),
             "ignored_params": set(self.replicated),
         }
-        # Recipes of these run functions of an earlier block, which then needs its parameters.
-        keep = strategy == "no-bn" or strategy.startswith("every")
+        keep = any(technique.keeps_gathered for technique in plan.techniques)
         for unit in _units(setup.model, plan):
             modules = [setup.model.get_submodule(path) for path in unit]
             fully_shard(modules, reshard_after_forward=not keep, **settings)
@@ -156,9 +138,8 @@ class Sharding:
                 places[parameter] = own
         for group in setup.optimizer.param_groups:
             group["params"] = [places.get(p, p) for p in group["params"]]
-        precision: Any = setup.state.get("precision")
-        if precision is not None and precision.scale is not None:
-            precision.scale.agree = lambda found: dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        if setup.loss_scale is not None:
+            setup.loss_scale.agree = lambda found: dist.all_reduce(found, op=dist.ReduceOp.MAX)
 
     def announced(self, split: Split) -> Split:
         """The same parts; gradients are reduced in the backward pass of the last one only."""

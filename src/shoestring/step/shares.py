@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from ..errors import InputError
-from ..techniques.microbatching.split import cut, examples_of
 from ..techniques.microbatching.units import AUTO, EXAMPLES, SUM, Units, counter
 from ..techniques.plan import Plan
+from ..trace.split import cut, examples_of
 from .group import communication_device, rank, ranks
 
 KINDS = ("ddp", "fsdp")
@@ -26,7 +26,7 @@ class Parallel:
     `ddp`: every rank holds the whole model. `fsdp`: parameters, gradients and optimizer state are
     split over the ranks (FSDP2). With `batches="whole"` every rank is given the same minibatch and
     runs its share of it; with "shares" each is given its own part, as `DistributedSampler` does.
-    `weight` is what the loss is averaged over, as in `Microbatching`, and by default the same.
+    `weight` is what the loss is averaged over; by default as the plan says.
     """
 
     kind: str = "ddp"
@@ -57,15 +57,15 @@ def shares_of(
     examples: int, parallel: Parallel, plan: Plan, batch: Any = None
 ) -> list[tuple[int, int]]:
     """Which examples of a minibatch each rank runs; the batch where tokens make microbatches."""
-    unit = 1 if plan.microbatching is None else plan.microbatching.examples_at_once(batch)
+    unit = plan.examples_together(batch)
     uneven = -(-examples // unit) % ranks() != 0
-    return cut_evenly(examples, ranks(), 1 if uneven and _needs_as_many(parallel, plan) else unit)
+    as_many = uneven and _needs_as_many(parallel, plan, batch)
+    return cut_evenly(examples, ranks(), 1 if as_many else unit)
 
 
-def _needs_as_many(parallel: Parallel, plan: Plan) -> bool:
+def _needs_as_many(parallel: Parallel, plan: Plan, batch: Any) -> bool:
     """Whether all ranks must run the same number of microbatches."""
-    micro = plan.microbatching
-    return parallel.kind == "fsdp" and micro is not None and not micro.simulated
+    return parallel.kind == "fsdp" and plan.examples_at_once(batch) is not None
 
 
 class Shares:
@@ -82,25 +82,22 @@ class Shares:
         test: Callable[[Any], str | Units] = lambda batch: EXAMPLES,
     ) -> None:
         self._parallel, self._plan, self._test = parallel, plan, test
-        micro = plan.microbatching
         self._whole = parallel.batches == "whole"
-        self._micro = micro
-        self._units = parallel.weight or (AUTO if micro is None else micro.units)
-        self._together = _needs_as_many(parallel, plan)
+        self._units = parallel.weight or plan.loss_units
 
     def __call__(self, batch: Any) -> Iterator[tuple[Any, float | torch.Tensor]]:
         examples = examples_of(batch) or 0
         if self._units == AUTO:
             self._units = _of_first_rank(lambda: self._test(batch))
         total = self._count(batch, (0, examples))
-        unit = 1 if self._micro is None else self._micro.examples_at_once(batch)
+        unit = self._plan.examples_together(batch)
         if self._whole:
             shares = shares_of(examples, self._parallel, self._plan, batch)
         else:
             shares = [(0, examples)] * ranks()
             total = _over_ranks(total, dist.ReduceOp.SUM)
         sizes = [stop - start for start, stop in shares]
-        count = self._microbatches(max(sizes), unit)
+        count = self._microbatches(batch, max(sizes), unit)
         if min(sizes) < count:  # said on all ranks, before one waits for another
             raise InputError(
                 f"a minibatch of {examples} has no {count} microbatches for each of {ranks()} ranks"
@@ -115,9 +112,9 @@ class Shares:
             weight = 1.0 if self._units == SUM else self._count(batch, part) / total
             yield cut(batch, *part), weight
 
-    def _microbatches(self, examples: int, unit: int) -> int:
-        """How many parts every rank makes of its share; 1 leaves the cutting to microbatching."""
-        if not self._together:
+    def _microbatches(self, batch: Any, examples: int, unit: int) -> int:
+        """How many parts every rank makes of its share; 1 leaves the cutting to the plan."""
+        if not _needs_as_many(self._parallel, self._plan, batch):
             return 1
         count = -(-examples // unit)
         return count if self._whole else int(_over_ranks(count, dist.ReduceOp.MAX))

@@ -13,7 +13,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..memory.cuda.calibrate import learn_convolutions
-from ..techniques.microbatching.split import cut, examples_of
 from ..techniques.plan import Plan
 from ..trace.batches import tensors_of
 from ..trace.capture import Loss, RecordedStep, freeze, named_failures
@@ -29,9 +28,10 @@ from ..trace.fakes import (
 from ..trace.graph import Phase, Trace
 from ..trace.outside import Outside
 from ..trace.recorder import Recorder
+from ..trace.split import cut, examples_of
 from ..trace.values import forget_varied
-from .apply import Step, apply
 from .graph import is_capturable
+from .step import Step, apply_alone
 
 
 def capture_step(
@@ -63,16 +63,14 @@ def capture_step(
         assert updates is not None
         if device == "cuda":
             default_to_foreach(updates)
-        precision = "fp32" if plan.precision is None else plan.precision.kind
-        graph = device == "cuda" and is_capturable(twin, updates, precision)
-        # While a graph is captured nothing can be read, and Hugging Face does not ask.
-        recorder, outside = Recorder(), Outside(mode, asked=not graph)
+        recorder, outside = Recorder(), Outside(mode)
         kernels: AbstractContextManager[Any] = CudaKernels() if device == "cuda" else nullcontext()
         with named_failures(recorder), mode, outside, kernels:
-            step = apply(Plan.of(plan.techniques), twin, updates, loss=loss)
-            micro = plan.microbatching
-            true = micro if micro is not None and not micro.simulated else None
-            size = None if true is None else true.examples_at_once(data)
+            step = apply_alone(Plan.of(plan), twin, updates, loss=loss)
+            # While a graph is captured nothing can be read, and Hugging Face does not ask.
+            if device == "cuda" and is_capturable(step._setup):
+                outside.stop_asking()
+            size = plan.examples_at_once(data)
             examples = examples_of(data) if size is not None else None
             if size is not None and examples is not None and 2 * size <= examples:
                 forget_varied(data)

@@ -1,9 +1,18 @@
-"""The report's four techniques, each a frozen setting that transforms a trace."""
+"""Techniques: each a frozen setting that transforms a trace and a training step."""
 
 from .base import Technique
 from .checkpointing import Checkpointing
 from .microbatching import Microbatching
 from .precision import Precision
+from .registry import register, registered
 from .sparsity import Sparsity
 
-__all__ = ["Checkpointing", "Microbatching", "Precision", "Sparsity", "Technique"]
+__all__ = [
+    "Checkpointing",
+    "Microbatching",
+    "Precision",
+    "Sparsity",
+    "Technique",
+    "register",
+    "registered",
+]

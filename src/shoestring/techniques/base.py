@@ -1,17 +1,30 @@
-"""The contract of a technique: one transformation in two worlds, prediction and training step."""
+"""The contract of a technique: one transformation in two worlds, prediction and training step.
+
+A technique is a frozen dataclass that `register` knows by its name. `predict` says what it does to
+a trace, `apply` does it to a model; all the rest of the system must know of it (its flags, its
+text, what a planner may try, what it claims) it says itself, and most of that has a default.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import MISSING, dataclass, field, fields
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self
 
 import torch
 from torch import nn
 
+from ..errors import InputError
 from ..trace.graph import Trace
+from .claims import Circumstances, Claim
+
+if TYPE_CHECKING:
+    from .offers import Context, Offer, Scheduler, Update, Updates
 
 Run = Callable[[Any], torch.Tensor]
+LossUnits = str | Callable[[Any], float | torch.Tensor]
+"""What a loss is averaged over: "examples", or a function from a part of a batch to its units."""
 
 
 class HasState(Protocol):
@@ -24,6 +37,34 @@ class HasState(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there."""
         ...
+
+
+class Meaning:
+    """How tensors of a transformed model compare with those of the plain one.
+
+    A technique that stores something differently (at the nonzeros only, times a power of two) adds
+    one to `Setup.meanings`.
+    """
+
+    def prepare_plain(self, parameters: Mapping[str, nn.Parameter]) -> bool:
+        """Change a plain copy so that its gradients compare; whether anything changed."""
+        return False
+
+    def expected(self, name: str, plain: torch.Tensor) -> torch.Tensor:
+        """A tensor of plain training, as the transformed model holds it."""
+        return plain
+
+    def state(self, parameter: torch.Tensor, key: str, held: torch.Tensor) -> torch.Tensor | None:
+        """An optimizer's state as it is meant; None for what plain training does not have."""
+        return held
+
+
+class LossScaling(Protocol):
+    """What multiplies the loss before the backward pass."""
+
+    scale: torch.Tensor
+    agree: Callable[[torch.Tensor], object]
+    """Called with `found_inf`: ranks that hold different gradients skip together."""
 
 
 @dataclass
@@ -47,37 +88,238 @@ class Setup:
     after_update: list[Callable[[], object]] = field(default_factory=list)
     """Called after every update; True says that parameters or buffers were replaced."""
     state: dict[str, HasState] = field(default_factory=dict)
+    meanings: list[Meaning] = field(default_factory=list)
+    loss_scale: LossScaling | None = None
     first_run_differs: bool = False
     """The first forward pass is looked at; what was found there changes those after it."""
+    update_on_device: bool = False
+    """The update reads nothing back to the host, whatever the optimizer does by itself."""
+    rates_on_device: Callable[[], bool] = lambda: False
+    """Whether the update takes learning rates as tensors, so that a graph follows a schedule."""
     loss: Callable[[nn.Module, Any], torch.Tensor] | None = None
     """The user's own, (model, batch) → loss; `run` is what the step makes of it."""
     undo: list[Callable[[], None]] = field(default_factory=list)
     """Called in reverse order when a later technique fails: the model must be as it was."""
 
 
-class Technique(Protocol):
-    """One way to need less memory; each is a frozen dataclass."""
+@dataclass(frozen=True)
+class Flag:
+    """A setting that the command line and studies know by a name of its own."""
+
+    name: str
+    """--name, and the key of a study's grid."""
+    setting: str
+    kind: type
+    help: str
+    neutral: Any = None
+    """The value that changes nothing; None where the technique must be left out."""
+    label: str | None = None
+    """What tables call it."""
+    percent: bool = False
+
+
+class Technique:
+    """One way to need less memory; each is a frozen dataclass of its settings."""
+
+    name: ClassVar[str]
+    """Under which it is registered: of its table in a plan's file, of its snapshots."""
+    order: ClassVar[int] = 50
+    """When it is applied: 10 what a tensor is, 20 its type, 30 what is recomputed, 40 the parts."""
+    flags: ClassVar[tuple[Flag, ...]] = ()
+    allow: ClassVar[str | None] = None
+    """The name by which a planner is allowed its lossy settings, by default its own."""
+    revisable: ClassVar[bool] = False
+    """A step can take it away and put another on, between two updates."""
+    addable: ClassVar[bool] = False
+    """A step without it can get it, but not change it."""
+    changes_update: ClassVar[bool] = True
+    """What is resident, or what the update takes, differs with it."""
+    some_tell_all: ClassVar[bool] = True
+    """What it changes in an update is in proportion to the tensors' bytes."""
+    updates_apart: ClassVar[bool] = False
+    """Its update takes tensor after tensor, also on CUDA, where optimizers take all together."""
+    proof: ClassVar[Literal["without", "alone"] | None] = None
+    """How a lossless one is proven beside lossy ones: the plan without it, or it alone."""
+    suspects: ClassVar[Mapping[str, str]] = {}
+    """What is compared → what usually makes it differ with this technique."""
+
+    # -- settings and text ---------------------------------------------------------------------
+
+    @property
+    def is_neutral(self) -> bool:
+        """Whether these settings change no bit."""
+        return False
+
+    def short(self) -> str:
+        """For a plan on one line: 'microbatch 10'."""
+        values = ", ".join(str(value) for value in self.to_dict().values())
+        return f"{self.name} {values}".strip()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values by setting, defaults left out."""
+        return {
+            f.name: _plain(self.name, f.name, getattr(self, f.name))
+            for f in fields(self)  # type: ignore[arg-type]
+            if getattr(self, f.name) != f.default
+        }
+
+    @classmethod
+    def from_dict(cls, given: Mapping[str, Any]) -> Self:
+        """Read what `to_dict` wrote; anything else is an error that names it."""
+        known = {f.name for f in fields(cls)}  # type: ignore[arg-type]
+        unknown = sorted(set(given) - known)
+        if unknown:
+            raise InputError(
+                f"{cls.name} has no setting {unknown[0]!r}",
+                hint="one of " + ", ".join(sorted(known)),
+            )
+        values = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
+        try:
+            return cls(**values)
+        except TypeError as error:
+            raise InputError(f"{cls.name}: {error}", hint="see the technique's README") from None
+
+    @classmethod
+    def from_flags(cls, given: Mapping[str, Any], unit: str = "examples") -> Self | None:
+        """What the flags ask for, None for nothing; `unit` is what the model counts a batch in."""
+        values = {f.setting: given[f.name] for f in cls.flags if given.get(f.name) is not None}
+        return cls(**values) if values else None
+
+    @classmethod
+    def to_flags(cls, given: Mapping[str, Any], batch: Any = None) -> dict[str, Any]:
+        """Settings as `to_dict` wrote them, as values of the flags."""
+        return {flag.name: given.get(flag.setting, flag.neutral) for flag in cls.flags}
+
+    @classmethod
+    def told_by_flags(cls) -> frozenset[str]:
+        """Settings that flags or the run itself decide."""
+        return frozenset({"seed", *(flag.setting for flag in cls.flags)})
+
+    def is_neutral_for(self, batch_size: int | None) -> bool:
+        """Whether nothing changes in training with minibatches of this size."""
+        return self.is_neutral
+
+    @classmethod
+    def defaults(cls) -> dict[str, Any]:
+        """Every setting that has one, with its default."""
+        return {f.name: f.default for f in fields(cls) if f.default is not MISSING}  # type: ignore[arg-type]
+
+    # -- prediction ----------------------------------------------------------------------------
 
     def prepare(self, batch: Any) -> Any:
         """The part of the batch that runs at once, for a prediction."""
-        ...
+        return batch
 
     def predict(self, trace: Trace) -> Trace:
         """What the technique does to sizes, types and schedule. Pure."""
-        ...
+        return trace
+
+    # -- training step -------------------------------------------------------------------------
 
     def check(self, setup: Setup) -> None:
         """Raise InputError, before anything is changed, if it cannot be applied."""
-        ...
 
     def apply(self, setup: Setup) -> None:
         """Change the setup for real."""
-        ...
+        raise NotImplementedError
+
+    def examples_at_once(self, batch: Any) -> int | None:
+        """How many examples of this batch run at once; None leaves that to others."""
+        return None
+
+    @property
+    def at_once(self) -> int | None:
+        """How much of a minibatch runs at once, as its flag counts; None for all."""
+        return None
+
+    @property
+    def tokens_at_once(self) -> int | None:
+        """The same where tokens are counted."""
+        return None
+
+    def check_size(self, batch_size: int) -> None:
+        """InputError if a minibatch of this size, as its flag counts, cannot be predicted."""
+
+    def weighted(self, units: LossUnits) -> Self:
+        """The same, where parts of a batch weigh by these units unless it says otherwise."""
+        return self
+
+    def counting(self, unit: str, each: int) -> Self:
+        """The same, its size counted in another unit of which an example has `each`."""
+        return self
+
+    @property
+    def input_dtype(self) -> torch.dtype | None:
+        """In which floating-point inputs are best given; None for any."""
+        return None
+
+    def examples_together(self, batch: Any) -> int | None:
+        """How many examples must run on one rank: they are normalized together, or run at once."""
+        return self.examples_at_once(batch)
+
+    @property
+    def loss_units(self) -> LossUnits | None:
+        """What the loss of a part is averaged over, where the technique knows."""
+        return None
+
+    # -- several ranks -------------------------------------------------------------------------
+
+    def check_ranks(self, setup: Setup, kind: str) -> None:
+        """Raise InputError if ranks cannot share a step with it; `kind` is "ddp" or "fsdp"."""
+
+    def on_ranks(self, setup: Setup, kind: str) -> None:
+        """Called after `apply` on several ranks: what they must agree on."""
+
+    def gathered(self, model: nn.Module) -> list[tuple[str, ...]] | None:
+        """Paths of the modules whose parameters are needed together; None for any."""
+        return None
+
+    @property
+    def keeps_gathered(self) -> bool:
+        """Whether parameters must stay gathered between forward and backward."""
+        return False
+
+    # -- planning ------------------------------------------------------------------------------
+
+    @classmethod
+    def offers(cls, context: Context) -> Iterable[Offer]:
+        """The settings a planner may try, from mild to harsh."""
+        return ()
+
+    @classmethod
+    def scheduler(cls, context: Context) -> Scheduler | None:
+        """Of the technique that fills the room a plan leaves: finds its settings by bytes."""
+        return None
+
+    def estimate_update(self, updates: Updates) -> Update | None:
+        """What the update takes, where that needs no trace."""
+        return None
+
+    def between(self) -> tuple[Self, Self, float] | None:
+        """Two settings, and where on the line from the first to the second bytes and FLOPs lie."""
+        return None
+
+    def describe(self) -> tuple[str, str]:
+        """Its settings and what they do, for a plan's table."""
+        return self.short(), "changes nothing that is computed"
+
+    # -- proof ---------------------------------------------------------------------------------
+
+    def comparable(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Within: the plain model runs as the planned one can be compared with."""
+        return nullcontext()
+
+    def claims(self, at: Circumstances) -> Iterable[Claim]:
+        """Where planned training is not equal to plain training, how close it is, and why."""
+        return ()
 
 
-class WholeBatch:
-    """A technique that leaves the batch alone."""
-
-    def prepare(self, batch: Any) -> Any:
-        """The whole batch."""
-        return batch
+def _plain(technique: str, setting: str, value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(technique, setting, item) for item in value]
+    if callable(value):
+        raise InputError(
+            f"{technique}.{setting} is a function and cannot be written to a file",
+            hint="give it where the plan is applied",
+        )
+    return value

@@ -1,94 +1,127 @@
-"""Plan: which techniques, with which settings. Frozen; reads and writes TOML and JSON."""
+"""Plan: an ordered tuple of techniques with their settings; reads and writes TOML and JSON."""
 
 from __future__ import annotations
 
 import json
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
+
+import torch
 
 from ..errors import InputError
-from . import Checkpointing, Microbatching, Precision, Sparsity, Technique
-
-_KINDS: dict[str, type[Any]] = {
-    "sparsity": Sparsity,
-    "precision": Precision,
-    "checkpointing": Checkpointing,
-    "microbatching": Microbatching,
-}
-"""In the order they are applied: what a tensor is, its type, when it is made again, how many."""
+from .base import LossUnits, Technique
+from .registry import name_of, registered
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Plan:
-    """The settings of each technique; None leaves it out."""
+    """The techniques of a training step, at most one of a kind, in the order they are applied.
 
-    sparsity: Sparsity | None = None
-    precision: Precision | None = None
-    checkpointing: Checkpointing | None = None
-    microbatching: Microbatching | None = None
+    Built from a list, `Plan([Precision("fp16"), Microbatching(10)])`, or by their names,
+    `Plan(precision=Precision("fp16"))`; `plan.precision` is the technique, or None.
+    """
 
-    @classmethod
-    def of(cls, techniques: Iterable[Technique]) -> Plan:
-        """The plan of these techniques, at most one of a kind."""
-        if isinstance(techniques, tuple(_KINDS.values())):
+    techniques: tuple[Technique, ...] = ()
+    budget_bytes: ClassVar[int | None] = None
+    """What a `BudgetPlan` was made for."""
+
+    def __init__(self, techniques: Iterable[Technique] = (), **named: Technique | None) -> None:
+        if isinstance(techniques, Technique):
             raise InputError(f"{techniques!r} is one technique, not several", hint="give a list")
-        found: dict[str, Any] = {}
-        for technique in techniques:
-            name = next((n for n, kind in _KINDS.items() if isinstance(technique, kind)), None)
-            if name is None:
-                raise InputError(
-                    f"{technique!r} is no technique", hint="one of " + ", ".join(_KINDS)
-                )
+        for name in named:
+            if name not in registered():
+                raise InputError(_no_part(name), hint="its parts are " + ", ".join(registered()))
+        given = (*techniques, *(t for t in named.values() if t is not None))
+        object.__setattr__(self, "techniques", given)
+        self.__post_init__()
+
+    def __post_init__(self) -> None:
+        found: dict[str, Technique] = {}
+        for technique in self.techniques:
+            name = name_of(technique)
             if name in found:
                 raise InputError(f"{name} is given twice", hint="keep one of them")
             found[name] = technique
-        return cls(**found)
+        ordered = tuple(found[name] for name in registered() if name in found)
+        object.__setattr__(self, "techniques", ordered)
+
+    @classmethod
+    def of(cls, given: Plan | Iterable[Technique]) -> Plan:
+        """The plan of these techniques, or of another plan without its budget."""
+        return Plan(given.techniques if isinstance(given, Plan) else given)
+
+    def get(self, name: str) -> Technique | None:
+        """The technique of this name, None where the plan has none."""
+        return next((t for t in self.techniques if t.name == name), None)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name not in registered():
+            raise AttributeError(f"a plan has no part {name!r}")
+        return self.get(name)
+
+    def but(self, *techniques: Technique) -> Self:
+        """The plan with these in place of their like."""
+        names = {t.name for t in techniques}
+        kept = [t for t in self.techniques if t.name not in names]
+        return replace(self, techniques=(*kept, *techniques))
+
+    def without(self, *names: str) -> Self:
+        """The plan less the techniques of these names."""
+        return replace(self, techniques=tuple(t for t in self.techniques if t.name not in names))
+
+    def examples_at_once(self, batch: Any) -> int | None:
+        """How many examples of this batch run at once; None for all."""
+        found = (t.examples_at_once(batch) for t in self.techniques)
+        return min((n for n in found if n is not None), default=None)
+
+    def examples_together(self, batch: Any) -> int:
+        """How many examples must run on one rank."""
+        found = (t.examples_together(batch) for t in self.techniques)
+        return min((n for n in found if n is not None), default=1)
 
     @property
-    def techniques(self) -> tuple[Technique, ...]:
-        """Those that are there, in the order they are applied."""
-        return tuple(t for name in _KINDS if (t := getattr(self, name)) is not None)
+    def loss_units(self) -> LossUnits:
+        """What the loss of a part is averaged over."""
+        return next((t.loss_units for t in self.techniques if t.loss_units), "auto")
+
+    @property
+    def at_once(self) -> int | None:
+        """How much of a minibatch runs at once, as flags count it; None for all."""
+        return min((t.at_once for t in self.techniques if t.at_once is not None), default=None)
+
+    @property
+    def tokens_at_once(self) -> int | None:
+        """How many tokens run at once, where they are counted."""
+        found = (t.tokens_at_once for t in self.techniques)
+        return min((n for n in found if n is not None), default=None)
+
+    @property
+    def input_dtype(self) -> torch.dtype:
+        """In which floating-point inputs are best given."""
+        found = (t.input_dtype for t in self.techniques)
+        return next((dtype for dtype in found if dtype is not None), torch.float32)
+
+    def short(self) -> str:
+        """On one line, its parts by their settings: 'fp16 + residual-2* + microbatch 10'."""
+        return " + ".join(t.short() for t in self.techniques) or "plain"
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Plain values: technique → setting → value, defaults left out."""
-        out: dict[str, dict[str, Any]] = {}
-        for name in _KINDS:
-            technique = getattr(self, name)
-            if technique is None:
-                continue
-            out[name] = {
-                f.name: _plain(name, f.name, getattr(technique, f.name))
-                for f in fields(technique)
-                if getattr(technique, f.name) != f.default
-            }
-        return out
+        return {technique.name: technique.to_dict() for technique in self.techniques}
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> Plan:
         """Read what `to_dict` wrote; anything else is an error that names it."""
-        found: dict[str, Any] = {}
+        found = []
         for name, settings in given.items():
-            kind = _KINDS.get(name)
+            kind = registered().get(name)
             if kind is None or not isinstance(settings, Mapping):
-                raise InputError(
-                    f"a plan has no part {name!r}", hint="its parts are " + ", ".join(_KINDS)
-                )
-            known = {f.name for f in fields(kind)}
-            unknown = sorted(set(settings) - known)
-            if unknown:
-                raise InputError(
-                    f"{name} has no setting {unknown[0]!r}",
-                    hint="one of " + ", ".join(sorted(known)),
-                )
-            values = {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}
-            try:
-                found[name] = kind(**values)
-            except TypeError as error:
-                raise InputError(f"{name}: {error}", hint="see the technique's README") from None
-        return cls(**found)
+                raise InputError(_no_part(name), hint="its parts are " + ", ".join(registered()))
+            found.append(kind.from_dict(settings))
+        return Plan(found)
 
     def changed(self, changes: Mapping[str, Any]) -> Plan:
         """The plan with some settings replaced, each named "technique.setting"."""
@@ -129,7 +162,7 @@ class Plan:
         except ValueError as error:
             raise InputError(f"the plan {path} is damaged: {error}", hint="TOML or JSON") from None
         if not isinstance(given, Mapping):
-            raise InputError(f"the plan {path} is no table", hint="TOML or JSON")
+            raise InputError(f"the plan {path} is not a table", hint="TOML or JSON")
         return cls.from_dict(given)
 
     def __str__(self) -> str:
@@ -148,15 +181,14 @@ def check_place(path: str | Path) -> None:
         raise InputError(f"cannot write the plan {path}: {what}", hint="such as plan.toml")
 
 
-def _plain(technique: str, setting: str, value: Any) -> Any:
-    if isinstance(value, tuple):
-        return [_plain(technique, setting, item) for item in value]
-    if callable(value):
-        raise InputError(
-            f"{technique}.{setting} is a function and cannot be written to a file",
-            hint="give it where the plan is applied",
-        )
-    return value
+def from_flags(given: Mapping[str, Any], unit: str = "examples") -> Plan:
+    """What the flags of the command line ask for; those that are None were not given."""
+    made = (kind.from_flags(given, unit) for kind in registered().values())
+    return Plan(technique for technique in made if technique is not None)
+
+
+def _no_part(name: str) -> str:
+    return f"a plan has no part {name!r}"
 
 
 def _toml(value: Any) -> str:

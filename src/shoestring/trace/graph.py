@@ -124,6 +124,8 @@ class ParameterSpec:
     has_gradient: bool
     state_elements: tuple[int, ...] = ()
     """Elements of each optimizer state tensor beside it (scalars left out)."""
+    state_dtype: torch.dtype | None = None
+    """Of the optimizer's state; None: the parameter's own."""
     normalization: bool = False
     sparsifiable: bool = False
     density: float = 1.0

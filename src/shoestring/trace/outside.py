@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -28,20 +28,25 @@ class Outside(TorchDispatchMode):
     The loss may use modules that are not the model's: a discriminator, a teacher. Their gradients
     are put back on leaving; those the step made live on with this object, as they would in
     training. A single number is made for real, so that it can be compared and read:
-    `torch.rand([]) < self.layerdrop`. No generator of the user's is used, only the stream. `asked`:
-    Hugging Face asks the questions that `trace.values` can answer.
+    `torch.rand([]) < self.layerdrop`. No generator of the user's is used, only the stream. Hugging
+    Face asks the questions that `trace.values` can answer, until `stop_asking`.
     """
 
-    def __init__(self, fake_mode: FakeTensorMode, *, asked: bool = True) -> None:
+    def __init__(self, fake_mode: FakeTensorMode) -> None:
         super().__init__()
         self._fake_mode = fake_mode
         self._gradients: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
-        self._asking = asking() if asked else nullcontext()
+        self._asking: AbstractContextManager[Any] = asking()
 
     def __enter__(self) -> Outside:
         self._asking.__enter__()
         super().__enter__()
         return self
+
+    def stop_asking(self) -> None:
+        """From now on as if a CUDA graph were captured, where nothing can be read."""
+        self._asking.__exit__(None, None, None)
+        self._asking = nullcontext()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)

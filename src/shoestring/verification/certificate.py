@@ -4,27 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Any
 
 from ..errors import VerificationError
+from ..techniques.claims import Level
 from ..techniques.plan import Plan
 from ..units import format_size
 
 PEAK_TOLERANCE = 0.02
 """Between the predicted and the measured peak, on the CPU."""
-
-
-class Level(IntEnum):
-    """How close planned training is to plain training, as claimed or as found."""
-
-    NONE = 0
-    EQUAL = 1
-    ROUNDING = 2
-    NEAR = 3
-    LOSSY = 4
-    UNPROVEN = 5
-    """Not compared, with a reason; never ok unless it was accepted by name."""
 
 
 _CLAIMED = {

@@ -1,89 +1,44 @@
-"""What each part of a plan claims about each thing that training leaves behind."""
+"""What a plan claims about each thing that training leaves behind, and what breaks a claim."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from ..techniques.claims import MOVED, VALUES, Circumstances, Claim, Claims, Level, weakest
 from ..techniques.plan import Plan
-from .certificate import Comparison, Level
-
-WHAT = ("loss", "gradients", "buffers", "random stream", "optimizer state", "parameters")
-RECOMPUTATION, MICROBATCHES = "recomputation", "microbatches"
-_VALUES = tuple(what for what in WHAT if what != "random stream")
-_MOVED = ("optimizer state", "parameters")
-
-Claims = dict[str, tuple[Level, str]]
-"""What → how close, and why not closer."""
-
-
-@dataclass(frozen=True)
-class Circumstances:
-    """What decides whether a technique is lossless."""
-
-    device: str
-    batch_norm: bool
-    """The model has BatchNorm that trains."""
-    drawn: bool
-    """A plain step draws random numbers."""
-    split: bool
-    """A batch is larger than a microbatch."""
-    linear: bool
-    """The update is linear in the gradient, as SGD's is: rounding stays rounding."""
+from .certificate import Comparison
 
 
 def claims(plan: Plan, at: Circumstances) -> Claims:
     """The weakest claim of any part, for each thing."""
-    made: Claims = dict.fromkeys(WHAT, (Level.EQUAL, ""))
-
-    def weaken(names: tuple[str, ...], level: Level, why: str) -> None:
-        for name in names:
-            if level > made[name][0]:
-                made[name] = level, why
-            elif level == made[name][0]:
-                made[name] = level, f"{made[name][1]}; {why}"
-
+    made = [claim for technique in plan.techniques for claim in technique.claims(at)]
     if at.device != "cpu":
-        weaken(_VALUES, Level.ROUNDING, f"kernels on {at.device} add in any order")
-    if at.split:
-        _microbatches(plan, at, weaken)
-    precision = plan.precision
-    if precision is not None and precision.kind != "fp32":
-        weaken(_VALUES, Level.NEAR, f"{precision.kind} rounds")
-    if plan.sparsity is not None and plan.sparsity.density < 1:
-        weaken(("gradients",), Level.ROUNDING, "added in another order")
-        rest = tuple(name for name in _VALUES if name != "gradients")
-        weaken(rest, Level.LOSSY, f"density {plan.sparsity.density:g} is another model")
-    if not at.linear and made["gradients"][0] > Level.EQUAL:
-        weaken(_MOVED, Level.NEAR, "the optimizer divides by the gradient: zero ± rounding moves")
-    return made
+        why = f"kernels on {at.device} add in any order"
+        made.insert(0, Claim(Level.ROUNDING, why, VALUES))
+    found = weakest(made)
+    if not at.linear and found["gradients"][0] > Level.EQUAL:
+        why = "the optimizer divides by the gradient: zero ± rounding moves"
+        found = weakest([*made, Claim(Level.NEAR, why, MOVED)])
+    return found
 
 
-def _microbatches(plan: Plan, at: Circumstances, weaken: object) -> None:
-    assert callable(weaken) and plan.microbatching is not None
-    if not plan.microbatching.simulated:
-        weaken(_VALUES[:2] + _MOVED, Level.ROUNDING, "gradients are added part by part")
-    if at.batch_norm:
-        weaken(_VALUES, Level.LOSSY, "BatchNorm sees one microbatch at a time")
-    if at.drawn and not plan.microbatching.simulated:
-        why = "each microbatch draws its own numbers; compared with those of the whole batch"
-        weaken(("random stream",), Level.LOSSY, why)
+def hidden(plan: Plan, at: Circumstances, made: Claims) -> list[str]:
+    """Lossless techniques that need a proof of their own: others' claims would let them pass."""
+    names = []
+    for technique in plan.techniques:
+        own = weakest(technique.claims(replace(at, drawn=False)))["gradients"][0]
+        lossless = own <= Level.ROUNDING
+        if technique.proof == "without" and lossless and len(plan.techniques) > 1:
+            names.append(technique.name)
+        weaker = made["gradients"][0] > Level.ROUNDING
+        if technique.proof == "alone" and own is Level.ROUNDING and weaker:
+            names.append(technique.name)
+    return names
 
 
-_SUSPECTS = {
-    "buffers": ("moved once more by BatchNorm that ran again", "moved by every microbatch"),
-    "random stream": ("more or fewer numbers were drawn: a dropout mask drawn again", ""),
-    "gradients": ("a dropout mask drawn again, or a hook", "a loss that does not split by units="),
-    "loss": ("another forward pass", "a loss that does not split by units="),
-    MICROBATCHES: ("", "a loss that does not split by units="),
-    RECOMPUTATION: ("statistics moved twice, or a dropout mask drawn again", ""),
-}
-"""What usually causes it, with any plan and with microbatches."""
-
-
-def suspicion(broken: Comparison, *, split: bool = True) -> Comparison:
-    """The same with what usually causes it; with `split` a batch is larger than a microbatch."""
-    if broken.what not in _SUSPECTS:
+def suspicion(broken: Comparison, plan: Plan) -> Comparison:
+    """The same with what usually causes it."""
+    causes = [t.suspects[broken.what] for t in plan.techniques if broken.what in t.suspects]
+    if not causes:
         return replace(broken, why=broken.why or "follows from the above")
-    always, parts = _SUSPECTS[broken.what]
-    causes = [cause for cause in (always, parts if split else "") if cause]
-    return replace(broken, why=", or ".join(causes) + "?")
+    return replace(broken, why=", or ".join(dict.fromkeys(causes)) + "?")

@@ -21,8 +21,8 @@ ROUNDING_MULTIPLE = 8.0
 """Of the measured rounding noise, what still counts as rounding."""
 NEAR_MULTIPLE = 3.0
 """Of the noise that 16 bits make in this very step, what a step in 16 bits may differ by."""
-NEAR_SPREAD = 12.0
-"""The same, of the noise of all tensors together: one ReLU that switches changes a small one much."""
+NEAR_SPREAD = 6.0
+"""The same of the noise of all tensors together: a ReLU that switches changes a small one much."""
 GAIN = 0.75
 """Of 16 bits' epsilon, what all gradients together may be longer or shorter by."""
 EXACT = 1e-6

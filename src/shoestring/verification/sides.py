@@ -14,20 +14,15 @@ import torch
 from torch import nn
 
 from ..memory.live.measure import training_step
-from ..step.apply import Step, apply
-from ..techniques.microbatching import Microbatching
+from ..step.apply import apply
+from ..step.step import Step
 from ..techniques.microbatching.draws import Draw, Drawn, Slices
-from ..techniques.microbatching.split import cut, examples_of
 from ..techniques.microbatching.units import weights
 from ..techniques.plan import Plan
-from ..techniques.precision.blocks import block_elements
-from ..techniques.precision.blocks import cut as cut_blocks
-from ..techniques.precision.moments import SQUARES, SUFFIX, power_of_two
-from ..techniques.sparsity.modules import sparse_tensors
-from ..techniques.sparsity.tensor import SparseTensor
 from ..trace.batches import map_tensors, tensors_of
 from ..trace.capture import Loss, user_code
 from ..trace.fakes import make_optimizer
+from ..trace.split import cut, examples_of
 from ..trace.streams import stream_states
 from ..trace.wide import staying_wide, wide_batch, widened
 
@@ -119,9 +114,9 @@ class Side:
         """As plain training has it."""
         return gradient.detach().clone()
 
-    def held(self, parameter: torch.Tensor, key: str) -> torch.Tensor:
-        """A state tensor as plain training has it."""
-        return self.optimizer.state[parameter][key]
+    def meant(self, parameter: torch.Tensor, key: str, held: torch.Tensor) -> torch.Tensor | None:
+        """A state tensor as it is meant; None for one that plain training does not have."""
+        return held
 
     def drawing(self, number: int, batch: Any, made: Trained) -> AbstractContextManager[Any]:
         """Where the random numbers of a step come from; by default from the streams."""
@@ -154,12 +149,11 @@ class Side:
             plain_name(name): buffers[name].clone() for name in self.buffers if name in buffers
         }
         made.parameters = {name: p.detach().clone() for name, p in self.named.items()}
-        made.state = {
-            (name, key): self.held(p, key).clone()
-            for name, p in self.named.items()
-            for key, held in self.optimizer.state.get(p, {}).items()
-            if isinstance(held, torch.Tensor) and not key.endswith(SUFFIX)
-        }
+        for name, p in self.named.items():
+            for key, held in self.optimizer.state.get(p, {}).items():
+                meant = self.meant(p, key, held) if isinstance(held, torch.Tensor) else None
+                if meant is not None:
+                    made.state[name, key] = meant.clone()
         return made
 
 
@@ -184,14 +178,15 @@ class Plain(Side):
 class InParts(Plain):
     """The obvious loop over microbatches, to compare the technique with."""
 
-    micro: Microbatching
+    plan: Plan
 
     def run(self, batch: Any) -> torch.Tensor:
         """Forward and backward of each part, then one update."""
-        examples, size = examples_of(batch) or 1, self.micro.examples_at_once(batch)
+        examples = examples_of(batch) or 1
+        size = self.plan.examples_at_once(batch) or examples
         parts = [cut(batch, start, start + size) for start in range(0, examples, size)]
         total = torch.zeros((), dtype=torch.float64)
-        for part, weight in zip(parts, weights(self.micro.units, parts), strict=True):
+        for part, weight in zip(parts, weights(self.plan.loss_units, parts), strict=True):
             if float(weight):
                 self.select(part, batch)
                 value = self.loss(self.model, part) * float(weight)
@@ -224,7 +219,7 @@ class Planned(Side):
     ) -> None:
         super().__init__(model, optimizer, loss, wide=wide)
         self.step: Step = apply(plan, self.model, self.optimizer, loss=loss)
-        self.sparse: dict[str, SparseTensor] = sparse_tensors(self.model)
+        self._meanings = self.step._setup.meanings
         self.draws: list[list[Draw]] | None = None
         self._slices: Slices | None = None
 
@@ -266,37 +261,29 @@ class Planned(Side):
         scale = self.scale
         return super().gradient(name, gradient if scale is None else gradient / scale)
 
-    def at_nonzeros(self, name: str, dense: torch.Tensor) -> torch.Tensor:
-        """What a tensor of plain training is to be compared with."""
-        tensor = self.sparse.get(name)
-        fits = tensor is not None and dense.shape == tensor.shape
-        return tensor.gather(dense) if tensor is not None and fits else dense
+    def meant(self, parameter: torch.Tensor, key: str, held: torch.Tensor) -> torch.Tensor | None:
+        """As the techniques say."""
+        found: torch.Tensor | None = held
+        for meaning in self._meanings:
+            found = None if found is None else meaning.state(parameter, key, found)
+        return found
+
+    def as_held(self, name: str, plain: torch.Tensor) -> torch.Tensor:
+        """A tensor of plain training as this side holds it."""
+        for meaning in self._meanings:
+            plain = meaning.expected(name, plain)
+        return plain
+
+    def prepare_plain(self, side: Side) -> bool:
+        """Change a plain copy so that its gradients compare; whether anything changed."""
+        return any([meaning.prepare_plain(side.named) for meaning in self._meanings])
 
     def expected(self, plain: Trained) -> dict[str, dict[Any, torch.Tensor]]:
         """What plain training leaves behind, as this side holds it."""
         rows = plain.rows()
-        rows["parameters"] = {n: self.at_nonzeros(n, t) for n, t in plain.parameters.items()}
-        rows["optimizer state"] = {k: self.at_nonzeros(k[0], t) for k, t in plain.state.items()}
+        rows["parameters"] = {n: self.as_held(n, t) for n, t in plain.parameters.items()}
+        rows["optimizer state"] = {k: self.as_held(k[0], t) for k, t in plain.state.items()}
         return rows
-
-    def masked(self, plain: Plain) -> None:
-        """Make a plain copy zero where this side is."""
-        with torch.no_grad():
-            for name, tensor in self.sparse.items():
-                plain.named[name].mul_(tensor.mask().view(tensor.shape))
-
-    def held(self, parameter: torch.Tensor, key: str) -> torch.Tensor:
-        """A state tensor; one that is stored times powers of two, as it is meant."""
-        state = self.optimizer.state[parameter]
-        held: torch.Tensor = state[key]
-        if key + SUFFIX not in state:
-            return held
-        exponents, meant = state[key + SUFFIX], held.float()
-        total = sum(p.numel() for group in self.optimizer.param_groups for p in group["params"])
-        rows = [...] if exponents.numel() == 1 else cut_blocks(held, block_elements(total))
-        for part, scale in zip(rows, power_of_two(-exponents), strict=True):
-            meant[part] *= scale
-        return meant.square() if key in SQUARES else meant
 
 
 def rows_of(part: Any, batch: Any) -> tuple[int, int]:

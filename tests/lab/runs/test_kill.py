@@ -58,7 +58,7 @@ def started():
 def test_twenty_kills_change_nothing(tmp_path, started):
     """Sparse, rewired, FP16, recomputed microbatches; kills fall on saves and on records too."""
     plan = tmp_path / "plan.toml"
-    replace(ALL, microbatching=Microbatching(20)).save(plan)
+    ALL.but(Microbatching(20)).save(plan)
     log = tmp_path / "log"
     whole = started(tmp_path / "whole", plan, log)
     began = time.monotonic()

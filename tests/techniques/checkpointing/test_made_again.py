@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from chains import chain_of
 from shoestring.memory.model import memory_profile
-from shoestring.planning.block_chain import measure_chain
 from shoestring.step.apply import apply
 from shoestring.techniques import Checkpointing
 from shoestring.trace.capture import capture
@@ -220,7 +220,7 @@ def test_lean_makes_wide_products_again_and_no_others() -> None:
 def test_each_leaf_keeps_less_and_runs_more() -> None:
     for block in (Bottleneck, Written):
         model, batch = model_of(block)
-        chain = measure_chain([], model, batch, loss=loss, optimizer="sgd")
+        chain = chain_of([], model, batch, loss=loss, optimizer="sgd")
         for stage in chain.blocks:
             kept = [stage.options[name].kept_bytes for name in ("keep", "cheap", "lean")]
             moved = [stage.options[name].backward.bytes_moved for name in ("keep", "cheap", "lean")]
@@ -231,7 +231,7 @@ def test_each_leaf_keeps_less_and_runs_more() -> None:
 def test_functions_written_out_are_as_cheap_as_named_ones() -> None:
     """Kept are the sum of the block, the two wide products and a number a row."""
     model, batch = model_of(Written)
-    chain = measure_chain([], model, batch, loss=loss, optimizer="sgd")
+    chain = chain_of([], model, batch, loss=loss, optimizer="sgd")
     rows = batch.numel() // 32
     option = chain.blocks[1].options["cheap"]
     assert option.kept_bytes <= 4 * rows * (32 + 2 * 96 + 2) + 64
@@ -268,7 +268,7 @@ def test_blocks_have_the_leaves_that_keep_less_and_work(
 ) -> None:
     """No product is wide in the one, and the other changes in place what it has read."""
     model = nn.Sequential(*(block() for _ in range(3)))
-    chain = measure_chain(
+    chain = chain_of(
         [], model, torch.randn(4, 8), loss=loss, optimizer="sgd", blocks=("0", "1", "2")
     )
     assert all(set(stage.options) == options for stage in chain.blocks)
@@ -297,12 +297,12 @@ def test_the_modules_before_the_blocks_are_stages_unless_blocks_are_named() -> N
         return loss(model["rest"], model["stem"](batch))
 
     images = torch.randn(4, 3, 6, 6)
-    found = measure_chain([], whole, images, loss=run, optimizer="sgd")
+    found = chain_of([], whole, images, loss=run, optimizer="sgd")
     names = [stage.name for stage in found.blocks]
     assert names == ["stem", *(f"rest.blocks.{i}" for i in range(3))]
     assert "lean" in found.blocks[0].options
     given = tuple(names[1:])
-    named = measure_chain([], whole, images, loss=run, optimizer="sgd", blocks=given)
+    named = chain_of([], whole, images, loss=run, optimizer="sgd", blocks=given)
     assert tuple(stage.name for stage in named.blocks) == given
 
 

@@ -14,17 +14,17 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
+from chains import chain_of
 from shoestring.cli.main import app
 from shoestring.errors import InputError
 from shoestring.lab.models import builtin
 from shoestring.memory.items import LEAVES, Item, leaves, part, read, write
 from shoestring.memory.model import memory_profile
-from shoestring.planning.block_chain import measure_chain
-from shoestring.planning.chain import front
-from shoestring.planning.stages import evaluate
 from shoestring.step.apply import apply
 from shoestring.step.predict import predict_step
 from shoestring.techniques import Checkpointing, Microbatching, Precision
+from shoestring.techniques.checkpointing.solve import front
+from shoestring.techniques.checkpointing.stages import evaluate
 from shoestring.techniques.plan import Plan
 from shoestring.trace.blocks import block_levels
 from shoestring.trace.capture import capture
@@ -97,7 +97,7 @@ def test_a_chain_says_what_every_schedule_needs(name: str) -> None:
         known = builtin(name)
         model, batch, loss = known.build(), known.batch(2), known.loss
     optimizer = sgd(model)
-    chain = measure_chain([], model, batch, loss=loss, optimizer=optimizer)
+    chain = chain_of([], model, batch, loss=loss, optimizer=optimizer)
     names = tuple(block.name for block in chain.blocks)
     points = front(chain)
     assert points[0].peak_bytes < 0.8 * points[-1].peak_bytes
@@ -114,7 +114,7 @@ def test_what_runs_again_is_what_the_chain_counts() -> None:
     """To the product: the last of a block's do not run again."""
     known = builtin("wrn-16-1")
     model, batch = known.build(), known.batch(2)
-    chain = measure_chain([], model, batch, loss=known.loss, optimizer="sgd")
+    chain = chain_of([], model, batch, loss=known.loss, optimizer="sgd")
     plain = products(lambda: known.loss(model, batch))
     for items in [(("keep",),) * 6, (("keep", ("keep",), "keep"), "keep", ("keep", "keep"))]:
         ours = copy.deepcopy(model)
@@ -136,7 +136,7 @@ def test_blocks_that_something_else_reads_do_not_share_a_region() -> None:
             return self.layers[3](y + first)
 
     model, batch = Skipping(), torch.randn(3, 8)
-    chain = measure_chain([], model, batch, loss=lambda m, b: m(b).sum(), optimizer="sgd")
+    chain = chain_of([], model, batch, loss=lambda m, b: m(b).sum(), optimizer="sgd")
     assert [block.joins for block in chain.blocks] == [False, True, False, False]
 
 
@@ -160,9 +160,9 @@ def test_blocks_are_as_small_as_they_hand_on_their_output() -> None:
     batch: dict[str, Any] = {"loss": lambda m, b: m(b).sum(), "optimizer": "sgd"}
     model = nn.Sequential(*(Stage() for _ in range(3)))
     assert [len(level) for level in block_levels(model)] == [3, 6]
-    assert len(measure_chain([], model, torch.randn(3, 8), **batch).blocks) == 6
+    assert len(chain_of([], model, torch.randn(3, 8), **batch).blocks) == 6
     model = nn.Sequential(*(Twice() for _ in range(3)))
-    assert len(measure_chain([], model, torch.randn(3, 8), **batch).blocks) == 3
+    assert len(chain_of([], model, torch.randn(3, 8), **batch).blocks) == 3
 
 
 class Layer(nn.Module):

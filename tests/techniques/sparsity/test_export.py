@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from shoestring.errors import InputError
-from shoestring.step.apply import Step, apply
+from shoestring.step.apply import apply
+from shoestring.step.step import Step
 from shoestring.techniques import Sparsity
 from shoestring.techniques.sparsity import load_dense, sparse_tensors, to_dense
 

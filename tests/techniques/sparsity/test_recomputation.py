@@ -14,8 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from shoestring.lab.models import builtin
-from shoestring.step.apply import Step, apply
+from shoestring.step.apply import apply
 from shoestring.step.predict import predict_step
+from shoestring.step.step import Step
 from shoestring.techniques import Checkpointing, Microbatching, Sparsity, Technique
 from shoestring.techniques.sparsity import sparse_tensors
 from shoestring.techniques.sparsity.tensor import SparseTensor

@@ -144,7 +144,7 @@ def _program(path: str) -> str:
 
 def provenance(device: torch.device) -> dict[str, Any]:
     """Where numbers come from: versions, device, what decides the arithmetic, revision."""
-    from ... import __version__
+    from ...version import __version__
 
     made: dict[str, Any] = {
         "shoestring": __version__,

@@ -15,12 +15,11 @@ import torch
 
 from ...errors import InputError
 from ...planning.allow import Allowed
-from ...techniques.plan import Plan
+from ...techniques.plan import Plan, from_flags
 from ...progress import working
 from ..records.run import FILE, Event, read
 from ..tasks import ImageTask, TextTask, load_task
 from ..tasks.images import DEVICE_LIMIT_BYTES
-from ...techniques import (Checkpointing, Microbatching, Precision, Sparsity)
 from ...trace.batches import tensors_of
 from ...units import format_count, format_size, parse_size
 from .display import duration
@@ -45,11 +44,8 @@ class Call:
     plan: str | None = None
     budget: str | None = None
     allow: str | None = None
-    density: float | None = None
-    precision: str | None = None
-    microbatch: int | None = None
-    simulated: bool = False
-    checkpoint: str | None = None
+    techniques: Mapping[str, Any] = field(default_factory=dict)
+    """Values of technique flags, such as "density": 0.3."""
     changes: Mapping[str, Any] = field(default_factory=dict)
     """Settings of techniques that have no flag, such as "sparsity.fraction_multiplier": 2."""
     epochs: int | None = None
@@ -89,13 +85,7 @@ class Call:
     @property
     def flags(self) -> dict[str, object]:
         """The techniques that are named one by one."""
-        named = {
-            "density": self.density,
-            "precision": self.precision,
-            "microbatch": self.microbatch,
-            "checkpoint": self.checkpoint,
-        }
-        return {name: value for name, value in named.items() if value is not None}
+        return {n: v for n, v in self.techniques.items() if v is not None and v is not False}
 
 
 @dataclass(frozen=True)
@@ -253,8 +243,8 @@ def _say_remarks(task: TextTask) -> None:
 
 def _check_one_plan(call: Call) -> None:
     """Techniques come from a file, from a budget or from flags."""
-    named = [*call.flags, *(["simulated"] if call.simulated else [])]
-    ways = [*(["plan"] if call.plan else []), *(["budget"] if call.budget else []), *named[:1]]
+    named = [*call.flags][:1]
+    ways = [*(["plan"] if call.plan else []), *(["budget"] if call.budget else []), *named]
     if len(ways) > 1:
         raise InputError(
             f"--{ways[0]} and --{ways[1]} are both given",
@@ -267,8 +257,7 @@ def _check_one_plan(call: Call) -> None:
         )
     if call.allow is not None and call.budget is None:
         raise InputError("--allow says what a budget may cost", hint="add --budget '13 MB'")
-    if call.simulated and call.microbatch is None:
-        raise InputError("--simulated needs the size of the microbatches", hint="--microbatch 10")
+    from_flags(call.flags)  # says what is wrong with them before data is read
 
 
 def _plan(call: Call, task: ImageTask | TextTask, device: str) -> Plan:
@@ -276,15 +265,7 @@ def _plan(call: Call, task: ImageTask | TextTask, device: str) -> Plan:
         return Plan.load(call.plan)
     if call.budget is not None:
         return _planned_before(call) or _plan_for_budget(call, task, device)
-    size, strategy = call.microbatch, call.checkpoint
-    unit = "tokens" if isinstance(task, TextTask) else "examples"
-    micro = None if size is None else Microbatching(size, simulated=call.simulated, unit=unit)
-    return Plan(
-        sparsity=None if call.density is None else Sparsity(call.density),
-        precision=None if call.precision is None else Precision(call.precision),
-        checkpointing=None if strategy is None else Checkpointing.parse(strategy),
-        microbatching=micro,
-    )
+    return from_flags(call.flags, "tokens" if isinstance(task, TextTask) else "examples")
 
 
 def _budget(call: Call) -> dict[str, Any] | None:
@@ -301,6 +282,8 @@ def _planned_before(call: Call) -> Plan | None:
         return None
     wanted = _budget(call)
     held = start.get("budget", wanted)  # records of earlier versions do not say
+    if held is not None and held["allow"] == "precision":  # as earlier versions called it
+        held = {**held, "allow": "near"}
     if held != wanted:
         raise InputError(
             f"the run has {_told(held)}, not {_told(wanted)}",
@@ -340,11 +323,10 @@ def _plan_for_budget(call: Call, task: ImageTask | TextTask, device: str) -> Pla
             model, batch, loss=loss, optimizer=job.optimizer(model, there),
             budget=max(room, 1), allow=call.allow, device=device,
         ).plan  # fmt: skip
-    micro = found.microbatching
-    if micro is None or not isinstance(task, TextTask):
+    if not isinstance(task, TextTask):
         return found
-    tokens = micro.size * batch["source"].shape[1]  # other sentences are longer or shorter
-    return replace(found, microbatching=replace(micro, size=tokens, unit="tokens"))
+    length = batch["source"].shape[1]  # other sentences are longer or shorter
+    return Plan(technique.counting("tokens", length) for technique in found.techniques)
 
 
 def _at_least_one(name: str, number: int | None) -> int | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from ...step.group import rank, ranks
 from .settings import Settings, build_model
 from ...step.shares import Parallel, cut_evenly, shares_of
 
-_TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class ImageJob:
@@ -45,14 +43,13 @@ class ImageJob:
             shares = shares_of(settings.batch, self.parallel, settings.plan)
         self._most = max(stop - start for start, stop in shares)
         self._layout = torch.channels_last if settings.channels_last else torch.preserve_format
-        kind = "fp32" if settings.plan.precision is None else settings.plan.precision.kind
         self.feed = Feed(
             task,
             settings.batch,
             seed=settings.seed,
             share=shares[rank()],
             device=device,
-            dtype=_TYPES[kind],
+            dtype=settings.plan.input_dtype,
             channels_last=settings.channels_last,
             in_place=device.type == "cuda",
             device_limit_bytes=device_limit_bytes,
@@ -118,7 +115,4 @@ class ImageJob:
 
 def weighted_by_images(plan: Plan) -> Plan:
     """The same plan; every image has its label, so microbatches weigh their images, untested."""
-    micro = plan.microbatching
-    if micro is None or micro.units != "auto":
-        return plan
-    return replace(plan, microbatching=replace(micro, units="examples"))
+    return Plan(technique.weighted("examples") for technique in plan.techniques)

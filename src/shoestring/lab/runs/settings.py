@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -117,8 +117,7 @@ def settings_for(
     recipe = recipe_for(data)
     epochs = recipe.epochs if epochs is None else epochs
     batch = recipe.batch if batch is None else batch
-    density = 1.0 if plan.sparsity is None else plan.sparsity.density
-    multipliers = recipe.multipliers(base_name(model), density)
+    multipliers = recipe.multipliers(base_name(model), density_of(plan))
     if tune:
         plan = tuned(plan, multipliers, epochs * (images // max(batch, 1)), seed)
     if learning_rate is None:
@@ -139,20 +138,23 @@ def settings_for(
     )
 
 
+def density_of(plan: Plan) -> float:
+    """By which the report tuned its learning rates."""
+    return 1.0 if plan.sparsity is None else plan.sparsity.density
+
+
 def tuned(plan: Plan, multipliers: Multipliers, updates: int, seed: int) -> Plan:
     """The same techniques with the run's seed, and rewiring as the report tuned it."""
-    sparsity, precision = plan.sparsity, plan.precision
-    if sparsity is not None:
-        sparsity = replace(
-            sparsity,
-            seed=seed,
-            fraction_multiplier=multipliers.rewire_fraction,
-            frequency_multiplier=multipliers.rewire_frequency,
-            schedule=rewiring_schedule(updates),
-        )
-    if precision is not None:
-        precision = replace(precision, seed=seed)
-    return replace(plan, sparsity=sparsity, precision=precision)
+    changes: dict[str, Any] = {
+        f"{t.name}.seed": seed for t in plan.techniques if "seed" in t.defaults()
+    }
+    if plan.sparsity is not None:
+        changes |= {
+            "sparsity.fraction_multiplier": multipliers.rewire_fraction,
+            "sparsity.frequency_multiplier": multipliers.rewire_frequency,
+            "sparsity.schedule": rewiring_schedule(updates),
+        }
+    return plan.changed(changes)
 
 
 def build_model(name: str, classes: int) -> tuple[nn.Module, Loss]:

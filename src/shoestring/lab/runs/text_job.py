@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -65,14 +64,14 @@ class TextJob:
 
     def optimizer(self, model: nn.Module, device: torch.device) -> torch.optim.Adam:
         """Adam; in FP32 on CUDA it can be captured, in 16 bits it can be anyway."""
-        on_cuda, precision = device.type == "cuda", self.settings.plan.precision
+        on_cuda = device.type == "cuda"
         return torch.optim.Adam(
             model.parameters(),
             lr=self.settings.learning_rate_at(0),
             betas=self.settings.betas,
             weight_decay=self.settings.weight_decay,
             fused=on_cuda,
-            capturable=on_cuda and (precision is None or precision.kind == "fp32"),
+            capturable=on_cuda and self.settings.plan.input_dtype is torch.float32,
         )
 
     def learning_rate(self, update: int) -> float:
@@ -81,9 +80,7 @@ class TextJob:
 
     def sample(self) -> Any:
         """The largest shape there is; of many microbatches two, since all others are alike."""
-        micro = self.plan.microbatching
-        in_tokens = micro is not None and micro.unit == "tokens"
-        return self.feed.sample(micro.size if micro is not None and in_tokens else None)
+        return self.feed.sample(self.plan.tokens_at_once)
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """Mean of -log p of the validation set's words, without smoothing."""
@@ -155,10 +152,7 @@ class TextJob:
 
 def weighted_by_tokens(plan: Plan) -> Plan:
     """The same plan; microbatches weigh as many words as they have, so the loss is the mean."""
-    micro = plan.microbatching
-    if micro is None or micro.units not in ("auto", "examples"):
-        return plan
-    return replace(plan, microbatching=replace(micro, units=target_tokens))
+    return Plan(technique.weighted(target_tokens) for technique in plan.techniques)
 
 
 def build_text_model(

@@ -13,7 +13,7 @@ from ...techniques.plan import Plan
 from ..tasks import TextTask
 from ..tasks.token_batches import TextFeed
 from .defaults import inverse_square_root, translation_multipliers, translation_recipe
-from .settings import AnySettings, tuned
+from .settings import AnySettings, density_of, tuned
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,7 @@ def text_settings_for(
     if updates is not None and epochs is not None:
         raise InputError("--updates and --epochs are both given", hint="keep one of them")
     recipe = translation_recipe(task.name)
-    density = 1.0 if plan.sparsity is None else plan.sparsity.density
-    multipliers = translation_multipliers(model, density)
+    multipliers = translation_multipliers(model, density_of(plan))
     settings = TextSettings(
         model=model,
         data=data,

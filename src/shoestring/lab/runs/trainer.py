@@ -19,7 +19,8 @@ from ..tasks import ImageTask, TextTask
 from ..tasks.images import DEVICE_LIMIT_BYTES
 from ...trace.batches import map_tensors, tensors_of
 from . import snapshot
-from ...step.apply import Step, apply
+from ...step.apply import apply
+from ...step.step import Step
 from ...step.distributed import average_statistics, own_tensors
 from .folder import writing
 from ...step.group import (from_all, largest, on_first, rank, ranks)
@@ -30,7 +31,6 @@ from .settings import AnySettings
 MEASURED_UPDATE = 2
 """The third: optimizer state exists, and on CUDA the step is captured. Other shapes follow."""
 
-_TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class Trainer:
@@ -96,7 +96,7 @@ class Trainer:
             made["fundamental_peak_bytes"] = profile(
                 model, batch, loss=self.loss, optimizer=optimizer, techniques=plan.techniques
             ).peak_bytes
-        kind = _TYPES["fp32" if plan.precision is None else plan.precision.kind]
+        kind = plan.input_dtype
         fed = map_tensors(lambda t: t.to(kind) if t.is_floating_point() else t, batch)
         optimizer = self.job.optimizer(model, self.device)
         step = predict_step(

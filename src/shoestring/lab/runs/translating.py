@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
@@ -65,7 +65,8 @@ def load_translator(
     codes, source, target = read_vocabularies(folder)
     model, loss = build_text_model(settings["model"], source, target, settings["dropout"])
     model.to(device)
-    plan = replace(Plan.from_dict(settings["plan"]), microbatching=None, checkpointing=None)
+    whole = Plan.from_dict(settings["plan"])
+    plan = Plan(technique for technique in whole.techniques if not technique.revisable)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     model = apply(plan, model, optimizer, loss=loss).model
     kept = snapshot.found(folder, "weights") if average else []

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import InputError, ShoestringError, TrainingStopped
+from ...techniques.registry import flags, registered
 from ..records.run import FILE, Event, Records, provenance, read
 from ..runs import snapshot
 from .expand import Job
-from .spec import FLAGS, PROFILED, TECHNIQUES, Values
+from .spec import FLAGS, Values, profiled
 
 FAILURE = "failure.json"
 LOG = "log.txt"
@@ -162,10 +163,12 @@ def _wait_for(folder: Path) -> None:
 
 def arguments(settings: Mapping[str, Any]) -> Values:
     """Settings as the arguments of `Call`: those with a dot change a technique."""
-    dotted = {name: v for name, v in settings.items() if name.partition(".")[0] in TECHNIQUES}
+    dotted = {name: v for name, v in settings.items() if name.partition(".")[0] in registered()}
     dotted = {name: value for name, value in dotted.items() if "." in name}
-    plain = {FLAGS.get(name, name): v for name, v in settings.items() if name not in dotted}
-    return {**plain, "changes": dotted}
+    flagged = {name: value for name, value in settings.items() if name in flags()}
+    taken = dotted.keys() | flagged.keys()
+    plain = {FLAGS.get(name, name): v for name, v in settings.items() if name not in taken}
+    return {**plain, "techniques": flagged, "changes": dotted}
 
 
 def _train(job: Job, folder: Path, place: Place, **more: Any) -> Event:
@@ -192,10 +195,10 @@ def _profile(job: Job, folder: Path, place: Place) -> None:
 
     from ..runs.command import Call, job_of
     from ..tasks import IMAGES
-    from .timelines import profiled, profiled_job
+    from .timelines import profiled_job, profiled_settings
 
     if job.settings.get("data", "") in ("", *IMAGES):
-        made = profiled({n: v for n, v in job.settings.items() if _counts(n)})
+        made = profiled_settings({n: v for n, v in job.settings.items() if _counts(n)})
     else:  # a text decides about vocabularies and shapes
         made = profiled_job(job_of(Call(**arguments(job.settings), data_dir=place.data_dir)))
     with Records(folder) as records:
@@ -214,4 +217,4 @@ _KINDS: dict[str, Callable[[Job, Path, Place], Any]] = {
 
 def _counts(name: str) -> bool:
     """Whether a setting of a training has a say in its memory."""
-    return name in PROFILED or name == "data" or "." in name
+    return name in profiled() or name == "data" or "." in name

@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...errors import InputError
+from ...techniques.registry import neutral_flags
 from .spec import PLACES, Search, Study, Values
 from .statistics import Sample, sample
 
 JOBS = ("train", "profile", "measure")
-NEUTRAL = {"checkpoint": "none", "simulated": False, "precision": "fp32", "density": 1.0}
-"""Settings that change no bit do not make a run another one."""
 
 
 @dataclass(frozen=True)
@@ -30,10 +29,11 @@ class Job:
     @property
     def name(self) -> str:
         """Of its folder: the same settings, in whatever study, are the same run."""
+        neutral = neutral_flags()  # what changes no bit does not make a run another one
         kept = {
             name: value
             for name, value in self.settings.items()
-            if name not in PLACES and (name not in NEUTRAL or value != NEUTRAL[name])
+            if name not in PLACES and (name not in neutral or value != neutral[name])
         }
         text = json.dumps([self.kind, kept], sort_keys=True)
         digest = hashlib.sha256(text.encode()).hexdigest()[:10]
@@ -143,7 +143,7 @@ def expand(study: Study, score: Score) -> Expansion:
 
 def values_of(study: Study) -> dict[str, list[Any]]:
     """Every value that a setting has in some run, or may get from a search."""
-    held: list[Mapping[str, Any]] = [NEUTRAL, *({"kind": kind} for kind in JOBS)]
+    held: list[Mapping[str, Any]] = [neutral_flags(), *({"kind": kind} for kind in JOBS)]
     for point in _points(study):
         held += [_trainable(point.settings), _shown(point.settings)]
         held += [{"seed": seed} for seed in point.seeds]
@@ -169,7 +169,7 @@ def matches(where: Mapping[str, Any], settings: Mapping[str, Any]) -> bool:
 
     What is not said is as if it were not used: without a precision it is FP32.
     """
-    known = {**NEUTRAL, **settings}
+    known = {**neutral_flags(), **settings}
     return all(
         name in known and known[name] in (value if isinstance(value, list) else [value])
         for name, value in where.items()
@@ -227,7 +227,7 @@ def _points(study: Study) -> list[_Point]:
         own = frozenset(grid) & searched
         for values in product({**grid, "seed": None}):
             whole = {n: v for n, v in {**study.base, **values}.items() if n != "seed"}
-            text = json.dumps([told_once({**NEUTRAL, **whole}), sorted(own)], default=str)
+            text = json.dumps([told_once({**neutral_flags(), **whole}), sorted(own)], default=str)
             point = found.setdefault(text, _Point(whole, own, []))
             new = [seeds] if isinstance(seeds, int) else seeds
             point.seeds.extend(seed for seed in new if seed not in point.seeds)

@@ -10,10 +10,11 @@ from contextlib import contextmanager
 from typing import Any
 
 from ...errors import InputError
+from ...techniques.registry import flags
 from .results import Results, Row
 from .spec import Figure
 from .statistics import pareto_front
-from .tables import HEADS, SETTINGS, head, shown
+from .tables import HEADS, head, setting_label, shown
 
 # Okabe and Ito's colours, which people with any colour vision can tell apart, less the yellow.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -114,9 +115,10 @@ def series_name(row: Row, names: Sequence[str]) -> str:
 
 def _named(name: str, value: Any) -> str:
     text = shown(name, value)
-    if name == "density":
-        return f"{text} nonzero"
-    return text if isinstance(value, str) else f"{SETTINGS.get(name, name)} {text}"
+    flag = flags().get(name)
+    if flag is not None and flag.percent:
+        return f"{text} {setting_label(name).removesuffix('s')}"
+    return text if isinstance(value, str) else f"{setting_label(name)} {text}"
 
 
 def _lines(make: Any, results: Results, figure: Figure) -> Any:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ...errors import InputError
-from ...techniques import Checkpointing, Microbatching, Precision, Sparsity
+from ...techniques.registry import registered
 from ..records.run import FILE, Event, read
 from .execute import FAILURE, Outcome, failure
 from .expand import Job
@@ -16,17 +16,6 @@ from .spec import SCORES, Values
 
 OTHERS = ("seed", "evaluation_batch")
 """Settings of a recorded run that do not make it another row."""
-TECHNIQUES: Mapping[str, type[Any]] = {
-    "sparsity": Sparsity,
-    "precision": Precision,
-    "checkpointing": Checkpointing,
-    "microbatching": Microbatching,
-}
-FLAGGED = frozenset(
-    "sparsity.density sparsity.seed precision.kind precision.seed checkpointing.strategy "
-    "checkpointing.schedule microbatching.size microbatching.simulated".split()
-)
-"""Of a plan: what flags say, and seeds."""
 
 
 @dataclass(frozen=True)
@@ -140,23 +129,14 @@ def flat_settings(settings: Mapping[str, Any]) -> tuple[Values, Values]:
     plan, batch = settings["plan"], settings.get("batch")
     flags = {n: v for n, v in settings.items() if n not in ("plan", "learning_rate")}
     flags["lr"] = settings["learning_rate"]
-    flags["density"] = plan.get("sparsity", {}).get("density", 1.0)
-    flags["precision"] = plan.get("precision", {}).get("kind", "fp32")
-    flags["microbatch"] = plan.get("microbatching", {}).get("size", batch)
-    checkpointing = plan.get("checkpointing", {})
-    by_block = ", ".join(checkpointing.get("schedule", ()))
-    flags["checkpoint"] = by_block or checkpointing.get("strategy", "none")
-    flags["simulated"] = plan.get("microbatching", {}).get("simulated", False)
-    neutral = {
-        "sparsity": flags["density"] == 1,
-        "precision": flags["precision"] == "fp32",
-        "checkpointing": flags["checkpoint"] == "none",
-        "microbatching": flags["microbatch"] == batch and not flags["simulated"],
-    }
+    known = registered()
+    for name, kind in known.items():
+        flags |= kind.to_flags(plan.get(name, {}), batch)
     others: Values = {}
-    for technique, given in plan.items():
-        if not neutral[technique]:
-            default = {f.name: f.default for f in fields(TECHNIQUES[technique])}
-            named = {f"{technique}.{n}": v for n, v in {**default, **given}.items()}
-            others |= {n: v for n, v in named.items() if n not in FLAGGED}
+    for name, given in plan.items():
+        kind = known[name]
+        if not kind.from_dict(given).is_neutral_for(batch):
+            named = {**kind.defaults(), **given}
+            told = kind.told_by_flags()
+            others |= {f"{name}.{n}": v for n, v in named.items() if n not in told}
     return {n: tuple(v) if isinstance(v, list) else v for n, v in flags.items()}, others

@@ -14,6 +14,7 @@ from urllib.parse import quote
 
 from ...errors import InputError
 from ...memory.model import MemoryProfile
+from ...techniques.registry import flags
 from ...units import format_size
 from ..records.run import FILE
 from .execute import FAILURE, Outcome
@@ -59,8 +60,8 @@ def write_profile(path: str | Path, settings: Mapping[str, Any], result: MemoryP
     from .timelines import as_values
 
     what = [f"{settings['batch']} {settings['batch_unit']}"]
-    named = ("microbatch", "density", "precision", "checkpoint", "optimizer")
-    what += [f"{n} {settings[n]}" for n in named if settings[n] is not None]
+    named = (*flags(), "optimizer")
+    what += [f"{n} {settings[n]}" for n in named if settings.get(n) not in (None, False)]
     text = profile_page(f"{settings['model']}: {', '.join(what)}", as_values(result))
     try:
         Path(path).write_text(text, encoding="utf-8")

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import InputError
+from ...techniques.registry import neutral_flags
 from .command import RUNS, SPEC, Folder, check_score, score_of
 from .execute import Outcome
-from .expand import NEUTRAL, Choice, expand, matches, told_once
+from .expand import Choice, expand, matches, told_once
 from .loose import collect
 from .spec import SCORES, Study, Target, Values, from_values, load
 from .statistics import Sample, best_within, pareto_front, sample
@@ -66,7 +67,7 @@ class Results:
     def varied(self) -> tuple[str, ...]:
         """The settings that differ between rows, in the order of the file."""
         names = dict.fromkeys(name for row in self.rows for name in row.settings)
-        rows = [{**NEUTRAL, **row.settings} for row in self.rows]
+        rows = [{**neutral_flags(), **row.settings} for row in self.rows]
         return tuple(n for n in names if len({repr(told_once(r.get(n))) for r in rows}) > 1)
 
     @property

@@ -9,18 +9,19 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from ...errors import InputError
+from ...techniques.registry import flags as technique_flags
+from ...techniques.registry import registered
 from .kinds import at_least_one, check, known, named, or_list
 
 Values = dict[str, Any]
 
 FLAGS = {"lr": "learning_rate", "eval_every": "evaluate_every", "eval_batch": "evaluation_batch"}
 """Settings whose flag is not the name of the argument behind it."""
-_ELSEWHERE = ("data_dir", "device", "out", "resume", "stop_after", "tensorboard", "changes")
+_ELSEWHERE = (
+    "data_dir", "device", "out", "resume", "stop_after", "tensorboard", "changes", "techniques",
+)  # fmt: skip
 """Arguments of a training that a study sets itself, or that say where it happens."""
-PROFILED = frozenset(
-    "model input loss batch optimizer density precision microbatch checkpoint accounting device "
-    "simulated".split()
-)
+_PROFILED = frozenset("model input loss batch optimizer accounting device".split())
 QUANTITIES = frozenset(
     "score interval score_loss n failed seconds flops_ratio counted_bytes measured_bytes "
     "predicted_bytes model_bytes optimizer_bytes activation_bytes reduction model_reduction "
@@ -32,7 +33,6 @@ PLACES = frozenset({"data_on", "snapshot_every", "parallel"})
 _TRIALS = ("trials", "seeds")
 SCORES = {"bleu": "BLEU", "best_accuracy": "accuracy (%)", "accuracy": "accuracy (%)"}
 """Fields of a last event that say how good a run is, and what they are called."""
-TECHNIQUES = ("sparsity", "precision", "checkpointing", "microbatching")
 KINDS = ("train", "profile")
 FIGURES = ("line", "front", "pie")
 _OWN = {"labels": dict, "stands_for": dict}
@@ -228,7 +228,12 @@ def trained() -> frozenset[str]:
 
     flags = {argument: flag for flag, argument in FLAGS.items()}
     names = (f.name for f in fields(Call) if f.name not in _ELSEWHERE)
-    return frozenset(flags.get(name, name) for name in names)
+    return frozenset({*technique_flags(), *(flags.get(name, name) for name in names)})
+
+
+def profiled() -> frozenset[str]:
+    """The settings of `shoestring profile`, as its flags name them."""
+    return _PROFILED | technique_flags().keys()
 
 
 def _settings(given: Mapping[str, Any], kind: str, where: str, *, lists: bool = False) -> Values:
@@ -239,12 +244,13 @@ def _settings(given: Mapping[str, Any], kind: str, where: str, *, lists: bool = 
     check(own, _OWN, where)
     flat = _flat({name: value for name, value in given.items() if name not in _OWN})
     real = _flat(own.get("stands_for", {}))
-    kinds = {name: one for name, one in get_type_hints(Call).items() if name != "changes"}
+    kinds = {name: one for name, one in get_type_hints(Call).items() if name not in _ELSEWHERE}
+    kinds |= {name: flag.kind for name, flag in technique_flags().items()}
     kinds |= {flag: kinds[argument] for flag, argument in FLAGS.items()}
     several = {name: or_list(one) for name, one in kinds.items()} if lists else kinds
     for settings, allowed in ((flat, several), (real, kinds)):
-        flags = [n for n in settings if not n.startswith(tuple(f"{t}." for t in TECHNIQUES))]
-        known(flags, trained() if kind == "train" else PROFILED, where)
+        flags = [n for n in settings if not n.startswith(tuple(f"{t}." for t in registered()))]
+        known(flags, trained() if kind == "train" else profiled(), where)
         check(settings, allowed, where)
     if empty := next((name for name, value in flat.items() if value == []), None):
         raise InputError(f"{where} {empty} has no values")

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ...techniques.registry import flags
 from .results import Results, Row
 from .statistics import Sample, at_equal_memory
 
@@ -26,7 +27,13 @@ HEADS = {
     "seconds": "seconds",
     "n": "n",
 }
-SETTINGS = {"density": "nonzeros", "lr": "learning rate", "microbatch": "microbatch"}
+
+
+def setting_label(name: str) -> str:
+    """What a table calls a setting."""
+    flag = flags().get(name)
+    label = None if flag is None else flag.label
+    return label or {"lr": "learning rate"}.get(name, name)
 
 
 @dataclass(frozen=True)
@@ -109,7 +116,7 @@ def shown(name: str, value: Any) -> str:
         return f"{value:.3f}"
     if name in ("score", "interval", "score_loss"):
         return f"{value:.2f}"
-    if name == "density" and isinstance(value, (int, float)):
+    if name in flags() and flags()[name].percent and isinstance(value, (int, float)):
         return f"{100 * value:g}%"
     if name == "seconds":
         return f"{value:.0f}"
@@ -149,7 +156,7 @@ def columns_of(results: Results) -> list[str]:
 
 def head(setting: str) -> str:
     """What a table calls a setting."""
-    return SETTINGS.get(setting, setting.rpartition(".")[2].replace("_", " "))
+    return setting_label(setting).rpartition(".")[2].replace("_", " ")
 
 
 def main_table(results: Results) -> Table:

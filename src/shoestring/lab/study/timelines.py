@@ -8,28 +8,26 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...cli.options import techniques
 from ...memory.model import MemoryProfile
 from ...memory.timeline import ROLES, Timeline
 from ...step.profiling import profile
-from ...techniques.plan import Plan
+from ...techniques.registry import flags
 from ..runs.defaults import RECIPES
 from ..runs.job import Job
-from ..target import resolve
+from ..target import at_once, flagged_plan, resolve
 
 MOST_INSTANTS = 3000
 """A longer timeline is thinned for the page: of neighbours the one with most bytes stays."""
 MOST_LIVE = 40
 
 
-def profiled(settings: Mapping[str, Any]) -> dict[str, Any]:
+def profiled_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Count one training step of these settings; simulated microbatches run all at once."""
     given = dict(settings)
     dotted = {name: given.pop(name) for name in settings if "." in name}
-    data, simulated = given.pop("data", None), given.pop("simulated", False)
-    chosen = techniques(given.pop("density", None), *_both(given, "precision", "checkpoint"))
+    data = given.pop("data", None)
     name, batch = given.pop("model"), given.pop("batch", None)
-    microbatch = given.pop("microbatch", None)
+    plan = flagged_plan(name, {n: given.pop(n) for n in flags() if n in given}).changed(dotted)
     inputs, loss = given.pop("input", ()), given.pop("loss", None)
     if ":" in name and not inputs and data in RECIPES:  # trained on images of that data
         batch = batch or RECIPES[data].batch
@@ -38,7 +36,7 @@ def profiled(settings: Mapping[str, Any]) -> dict[str, Any]:
         name,
         [inputs] if isinstance(inputs, str) else inputs,
         batch=batch,
-        microbatch=None if simulated else microbatch,
+        plan=plan,
         loss=loss,
     )
     optimizer = given.pop("optimizer", target.optimizer)
@@ -47,7 +45,7 @@ def profiled(settings: Mapping[str, Any]) -> dict[str, Any]:
         target.batch,
         loss=target.loss,
         optimizer=None if optimizer == "none" else optimizer,
-        techniques=Plan.of(chosen).changed(dotted).techniques,
+        techniques=at_once(plan),
         **given,
     )
     return {"batch": target.batch_size, "batch_unit": target.batch_unit, **as_values(result)}
@@ -64,10 +62,6 @@ def profiled_job(job: Job) -> dict[str, Any]:
         techniques=job.plan.techniques,
     )
     return as_values(result)
-
-
-def _both(given: dict[str, Any], *names: str) -> list[Any]:
-    return [given.pop(name, None) for name in names]
 
 
 def as_values(result: MemoryProfile) -> dict[str, Any]:

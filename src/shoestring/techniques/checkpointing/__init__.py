@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from typing import Any, ClassVar, Self
 
 from torch import nn
 
@@ -15,19 +17,45 @@ from ...memory.items import Item, leaves, read, write
 from ...memory.schedule import STRATEGIES
 from ...trace.blocks import block_paths
 from ...trace.graph import Trace
-from ..base import Setup, WholeBatch
+from ..base import Flag, Setup, Technique
 from ..batch_norm import lean_batch_norm
-from .caches import without_caches
+from ..offers import Context
+from ..registry import register
+from .caches import caches_off, without_caches
+from .scheduler import BlockScheduler, summary
 from .wrap import every_node, grouped_blocks, without_cheap_outputs, wrap_blocks
 
 
+@register
 @dataclass(frozen=True)
-class Checkpointing(WholeBatch):
+class Checkpointing(Technique):
     """One of the report's strategies: none, no-bn, every-M, residual-M, residual-M*; or per-block.
 
     `blocks` names the modules that count as blocks; by default they are found. `schedule` says
     what "per-block" does with each of them, as text (`memory.items`): ("keep*3", "recompute*8").
     """
+
+    name: ClassVar[str] = "checkpointing"
+    order: ClassVar[int] = 30
+    flags: ClassVar[tuple[Flag, ...]] = (
+        Flag(
+            "checkpoint",
+            "strategy",
+            str,
+            "none, no-bn, every-M, residual-M, `residual-M*` or `keep*3, recompute*9`.",
+            neutral="none",
+        ),
+    )
+    revisable: ClassVar[bool] = True
+    changes_update: ClassVar[bool] = False
+    proof: ClassVar[Any] = "without"
+    suspects: ClassVar[Mapping[str, str]] = {
+        "buffers": "moved once more by BatchNorm that was recomputed",
+        "random stream": "more or fewer numbers were drawn: a dropout mask drawn again",
+        "gradients": "a dropout mask drawn again, or a hook",
+        "loss": "another forward pass",
+        "checkpointing": "statistics moved twice, or a dropout mask drawn again",
+    }
 
     strategy: str
     blocks: tuple[str, ...] = ()
@@ -49,21 +77,62 @@ class Checkpointing(WholeBatch):
         if self.schedule:
             read(self.schedule)
 
+    @property
+    def is_neutral(self) -> bool:
+        """Whether nothing is recomputed."""
+        return self.strategy == "none"
+
+    @property
+    def _text(self) -> str:
+        return ", ".join(self.schedule) or self.strategy
+
+    def short(self) -> str:
+        """The strategy, or the first of the schedule."""
+        return self._text if len(self._text) <= 48 else f"{self._text[:45]}..."
+
+    def describe(self) -> tuple[str, str]:
+        """The schedule and what it recomputes."""
+        shown = self._text if len(self._text) <= 40 else f"{self._text[:37]}..."
+        if not self.schedule:
+            return shown, "recomputed in the backward pass"
+        return shown, summary(read(self.schedule))
+
     @classmethod
-    def parse(cls, text: str) -> Checkpointing:
+    def from_flags(cls, given: Mapping[str, Any], unit: str = "examples") -> Self | None:
+        """A strategy by its name, or a schedule."""
+        text = given.get("checkpoint")
+        return None if text is None else cls.parse(text)
+
+    @classmethod
+    def to_flags(cls, given: Mapping[str, Any], batch: Any = None) -> dict[str, Any]:
+        """The strategy, or the schedule as text."""
+        by_block = ", ".join(given.get("schedule", ()))
+        return {"checkpoint": by_block or given.get("strategy", "none")}
+
+    @classmethod
+    def told_by_flags(cls) -> frozenset[str]:
+        """Its flag says a schedule, too."""
+        return super().told_by_flags() | {"schedule"}
+
+    @classmethod
+    def scheduler(cls, context: Context) -> BlockScheduler:
+        """Finds the schedule for any room."""
+        return BlockScheduler(context, cls.of, cls)
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
         """A strategy by its name, or what `per-block` does: "keep*3, recompute*8"."""
         by_block = re.match(r"\s*(keep|cheap|lean|recompute|\[)", text)
         return cls("per-block", schedule=(text,)) if by_block else cls(text)
 
     @classmethod
-    def of(cls, items: Sequence[Item], blocks: tuple[str, ...] = ()) -> Checkpointing:
+    def of(cls, items: Sequence[Item], blocks: tuple[str, ...] = ()) -> Self:
         """The technique that does this with the blocks."""
         return cls("per-block", blocks, write(items))
 
     def predict(self, trace: Trace) -> Trace:
         """The schedule of the backward pass changes; sizes do not."""
-        strategy = ", ".join(self.schedule) or self.strategy
-        return replace(trace, checkpoint=strategy, checkpoint_blocks=self.blocks)
+        return replace(trace, checkpoint=self._text, checkpoint_blocks=self.blocks)
 
     def check(self, setup: Setup) -> None:
         """The blocks must be there, as many as the schedule is for."""
@@ -86,8 +155,12 @@ class Checkpointing(WholeBatch):
             )
         return found
 
-    def groups(self, model: nn.Module) -> list[tuple[str, ...]]:
-        """Paths of the blocks that run as one; each for itself where only functions run again."""
+    def comparable(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Without caches: what is recomputed must not find its first pass there."""
+        return caches_off(model)
+
+    def gathered(self, model: nn.Module) -> list[tuple[str, ...]]:
+        """Paths of the blocks that run as one; each alone where only functions are recomputed."""
         if not self.strategy.startswith(("residual", "per-block")):
             return [(path,) for path in block_paths(model)]
         paths = self._find(model)
@@ -114,6 +187,11 @@ class Checkpointing(WholeBatch):
         paths = self._find(setup.model)
         setup.undo.append(wrap_blocks(setup.model, paths, self._items(setup.model, paths)))
         setup.run = without_caches(setup.model, setup.run)
+
+    @property
+    def keeps_gathered(self) -> bool:
+        """Recipes of these run functions of an earlier block, which then needs its parameters."""
+        return self.strategy == "no-bn" or self.strategy.startswith("every")
 
     @property
     def _size(self) -> int:

@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ..draws import follower
 from .caches import refuse_caches
-from .draws import follower
 
 
 def region(run: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:

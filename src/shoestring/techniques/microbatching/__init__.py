@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import torch
 
@@ -13,16 +14,25 @@ from ...errors import InputError, NoEffectWarning, UnprovenWarning
 from ...trace.batches import tensors_of
 from ...trace.fakes import is_fake, readable
 from ...trace.graph import Trace
-from ..base import Setup
+from ...trace.split import cut, examples_of
+from ..base import Flag, LossUnits, Setup, Technique
+from ..claims import MOVED, VALUES, Circumstances, Claim, Level
+from ..offers import Context, Offer, Scales
+from ..registry import register
 from .accumulate import Compensated, Together, small_parameters
 from .simulate import GroupedNormalization
-from .split import cut, examples_of
 from .split_test import find_units
 from .units import AUTO, EXAMPLES, Units, check_units, weights
 
+_PARTS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024)
+_LOSSES = ((8, 0.1), (4, 0.8), (2, 3.0), (1, 10.0))
+"""Points of accuracy lost when BatchNorm sees so many examples: from 4 on the report's study of
+microbatches, WRN-28-2 on CIFAR-10; 2 and 1 continue it. They order plans and promise nothing."""
 
+
+@register
 @dataclass(frozen=True)
-class Microbatching:
+class Microbatching(Technique):
     """Run `size` examples at once; a last microbatch may be smaller and weighs less.
 
     With the unit "tokens" `size` counts positions: as many sentences as fit, padded as they are in
@@ -34,12 +44,35 @@ class Microbatching:
     whole minibatch at once, normalized in groups of `size`. `weight` is an older name of `units`.
     """
 
+    name: ClassVar[str] = "microbatching"
+    order: ClassVar[int] = 40
+    flags: ClassVar[tuple[Flag, ...]] = (
+        Flag("microbatch", "size", int, "Examples (or tokens) that run at once."),
+        Flag(
+            "simulated",
+            "simulated",
+            bool,
+            "Microbatches only for BatchNorm's statistics.",
+            neutral=False,
+        ),
+    )
+    allow: ClassVar[str | None] = "bn-microbatch"
+    revisable: ClassVar[bool] = True
+    changes_update: ClassVar[bool] = False
+    proof: ClassVar[Any] = "alone"
+    suspects: ClassVar[Mapping[str, str]] = {
+        "buffers": "moved by every microbatch",
+        "gradients": "a loss that does not split by its units",
+        "loss": "a loss that does not split by its units",
+        "microbatching": "a loss that does not split by its units",
+    }
+
     size: int
-    weight: str | Units | None = None
+    weight: LossUnits | None = None
     accumulate: str = "parameter"
     simulated: bool = False
     unit: str = "examples"
-    units: str | Units = AUTO
+    units: LossUnits = AUTO
 
     def __post_init__(self) -> None:
         if self.weight is not None:
@@ -67,8 +100,107 @@ class Microbatching:
                 hint="leave out simulated=True or accumulate='compensated'",
             )
 
-    def examples_at_once(self, batch: Any) -> int:
-        """Of this batch: `size` itself, or as many as have so many tokens."""
+    def short(self) -> str:
+        """Its size."""
+        return f"microbatch {self.size}"
+
+    @classmethod
+    def from_flags(cls, given: Mapping[str, Any], unit: str = "examples") -> Self | None:
+        """So many examples, or tokens where the model counts those."""
+        size, simulated = given.get("microbatch"), bool(given.get("simulated"))
+        if size is None and simulated:
+            raise InputError(
+                "--simulated needs the size of the microbatches", hint="--microbatch 10"
+            )
+        if size is None:
+            return None
+        return cls(size, simulated=simulated, unit="tokens" if unit == "tokens" else "examples")
+
+    @classmethod
+    def to_flags(cls, given: Mapping[str, Any], batch: Any = None) -> dict[str, Any]:
+        """Without microbatches the whole batch runs at once."""
+        size, simulated = given.get("size", batch), given.get("simulated", False)
+        return {"microbatch": size, "simulated": simulated}
+
+    @property
+    def loss_units(self) -> LossUnits:
+        """As `units` says."""
+        return self.units
+
+    def check_ranks(self, setup: Setup, kind: str) -> None:
+        """FSDP adds gradients up by itself."""
+        if kind == "fsdp" and self.accumulate == "compensated":
+            raise InputError(
+                "fsdp accumulates gradients by itself, without compensation",
+                hint="accumulate='parameter', or parallel='ddp'",
+            )
+
+    @classmethod
+    def offers(cls, context: Context) -> Iterable[Offer]:
+        """Parts of the minibatch from large to small; equal ones where statistics are kept.
+
+        None where the loss was tested and does not split.
+        """
+        split = context.split
+        if split.splits is False:
+            return
+        statistics, examples = context.keeps_statistics, context.examples
+        for size in _sizes(examples, context.ragged and not statistics):
+            assert examples is not None
+            parts, rest = -(-examples // size), examples % size
+            shown = f"{parts - bool(rest)} × {size}" + f" + {rest}" * bool(rest)
+            why = f"gradients are added part by part; {split.why}"
+            if statistics:
+                why = f"statistics, as BatchNorm has them, are of {size} examples at a time"
+            loss = lossiness(size) if statistics else 0.0
+            scales = Scales(share=size / examples, parts=parts)
+            yield Offer(cls(size, units=split.units), why, scales, loss, shown)
+
+    def claims(self, at: Circumstances) -> Iterable[Claim]:
+        """Parts add up within rounding; statistics and masks are those of the parts."""
+        if not at.split:
+            return
+        if not self.simulated:
+            sums = (*VALUES[:2], *MOVED)
+            yield Claim(Level.ROUNDING, "gradients are added part by part", sums)
+        if at.batch_norm:
+            yield Claim(Level.LOSSY, "BatchNorm sees one microbatch at a time")
+        if at.drawn and not self.simulated:
+            why = "each microbatch draws its own numbers; compared with those of the whole batch"
+            yield Claim(Level.LOSSY, why, ("random stream",))
+
+    def examples_at_once(self, batch: Any) -> int | None:
+        """Of this batch: `size` itself, or as many as have so many tokens; simulated, all."""
+        return None if self.simulated else self.cut_size(batch)
+
+    @property
+    def at_once(self) -> int | None:
+        """Its size; simulated ones run all at once."""
+        return None if self.simulated else self.size
+
+    @property
+    def tokens_at_once(self) -> int | None:
+        """Its size if it counts tokens."""
+        return self.at_once if self.unit == "tokens" else None
+
+    def is_neutral_for(self, batch_size: int | None) -> bool:
+        """One microbatch is the whole."""
+        return self.size == batch_size and not self.simulated
+
+    def weighted(self, units: LossUnits) -> Self:
+        """By these units in place of examples."""
+        return replace(self, units=units) if self.units in (AUTO, EXAMPLES) else self
+
+    def counting(self, unit: str, each: int) -> Self:
+        """In tokens, so that examples of other lengths take as much."""
+        return replace(self, size=self.size * each, unit=unit)
+
+    def examples_together(self, batch: Any) -> int:
+        """Simulated ones too are normalized together."""
+        return self.cut_size(batch)
+
+    def cut_size(self, batch: Any) -> int:
+        """Examples of a microbatch."""
         if self.unit == "examples":
             return self.size
         lengths = [tensor.shape[1] for tensor in tensors_of(batch) if tensor.dim() > 1]
@@ -76,7 +208,7 @@ class Microbatching:
 
     def check_size(self, batch_size: int) -> None:
         """For a prediction the minibatch must be a whole number of microbatches."""
-        if batch_size % self.size:
+        if batch_size % self.size and not self.simulated:
             lower = max(d for d in range(1, self.size + 1) if batch_size % d == 0)
             raise InputError(
                 f"a batch of {batch_size} does not divide into microbatches of {self.size}",
@@ -90,7 +222,7 @@ class Microbatching:
             return batch
         if self.unit == "examples":
             self.check_size(examples)
-        return batch if self.simulated else cut(batch, 0, self.examples_at_once(batch))
+        return batch if self.simulated else cut(batch, 0, self.cut_size(batch))
 
     def predict(self, trace: Trace) -> Trace:
         """The trace is of one microbatch already; compensation is one more tensor per gradient."""
@@ -123,6 +255,26 @@ class Microbatching:
             Together(setup, small)
 
 
+def lossiness(size: int) -> float:
+    """Expected points lost when BatchNorm sees so many examples; alike from 8 on."""
+    return next(loss for least, loss in _LOSSES if size >= least)
+
+
+def _sizes(examples: int | None, ragged: bool) -> Iterator[int]:
+    """Microbatches worth trying, from large to small; those of equal parts alone if not ragged."""
+    if examples is None:
+        return
+    counts = {n for n in _PARTS if n <= examples} | {examples}
+    if not ragged:
+        counts = {n for n in range(2, examples + 1) if examples % n == 0}
+    seen = {examples}
+    for count in sorted(counts):
+        size = -(-examples // count)
+        if size not in seen:
+            seen.add(size)
+            yield size
+
+
 class _Split:
     """batch → microbatches with their weights."""
 
@@ -134,7 +286,7 @@ class _Split:
     def __call__(self, batch: Any) -> Any:
         for whole, share in self._before(batch):
             examples = examples_of(whole)
-            size = self._technique.examples_at_once(whole)
+            size = self._technique.cut_size(whole)
             if examples is None:
                 self._say_whole(whole)
             if examples is None or examples <= size:

@@ -16,8 +16,8 @@ from torch import nn
 
 from ...errors import InputError
 from ...trace.blocks import is_normalization
+from ...trace.split import examples_of
 from ..base import Setup
-from .split import examples_of
 
 
 class GroupedNormalization:

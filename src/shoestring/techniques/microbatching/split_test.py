@@ -24,10 +24,11 @@ from ...trace.batches import map_tensors, tensors_of
 from ...trace.blocks import is_normalization
 from ...trace.capture import Loss
 from ...trace.fakes import is_fake
+from ...trace.split import cut, examples_of
 from ...trace.streams import kept_streams, rewound_streams
 from ...trace.wide import staying_wide, wide_batch, wide_model
+from ..splitting import SplitFound
 from .draws import Drawn, Slices, open_kernels
-from .split import cut, examples_of
 from .units import AUTO, EXAMPLES, SUM, Units, tensors_by_path, weights
 
 EXAMPLES_TRIED = 4
@@ -44,16 +45,6 @@ TOLERANCES = {
 """Of the loss, relative, by the least precise type it is computed in."""
 GRADIENT_ELEMENTS = 2**20
 """Of parameters whose gradients are compared."""
-
-
-@dataclass(frozen=True)
-class SplitFound:
-    """How a loss splits into those of the parts of its batch."""
-
-    units: str | Units
-    splits: bool | None
-    """None where it could not be tested, and is assumed."""
-    why: str
 
 
 class _Watched(Drawn):

@@ -19,7 +19,7 @@ import torch
 from ...errors import InputError
 from ...trace.batches import is_record
 from ...trace.fakes import readable
-from .split import examples_of
+from ...trace.split import examples_of
 
 Units = Callable[[Any], float | torch.Tensor]
 

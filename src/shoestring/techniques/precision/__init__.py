@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from ...errors import InputError, NoEffectWarning
 from ...trace.batches import map_tensors
 from ...trace.graph import Trace
-from ..base import Setup, WholeBatch
+from ..base import Flag, Setup, Technique
 from ..batch_norm import lean_batch_norm
+from ..claims import Circumstances, Claim, Level
+from ..offers import Context, Offer, Scales, Update, Updates
+from ..registry import register
 from .check import check_model, check_optimizer, named_failures
 from .convert import lower_model
+from .estimate import estimate_update
+from .moments import ScaledMoments
 from .rounding import Noise
 from .scaling import LossScale
 from .state import PrecisionState
-from .update import Update
+from .update import NarrowUpdate
 
 _TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
+@register
 @dataclass(frozen=True)
-class Precision(WholeBatch):
+class Precision(Technique):
     """Store weights, gradients, optimizer state and activations in `kind`; no master copy.
 
     BatchNorm's parameters, their gradients and momentum stay in FP32, and so do its statistics.
@@ -32,6 +39,14 @@ class Precision(WholeBatch):
     "stochastic" (BF16's). The loss scale of FP16 starts at `initial_scale`, halves when a gradient
     overflows, and doubles after `growth_interval` updates without one.
     """
+
+    name: ClassVar[str] = "precision"
+    order: ClassVar[int] = 20
+    flags: ClassVar[tuple[Flag, ...]] = (
+        Flag("precision", "kind", str, "fp32, fp16 or bf16.", neutral="fp32"),
+    )
+    addable: ClassVar[bool] = True
+    updates_apart: ClassVar[bool] = True
 
     kind: str
     rounding: str | None = None
@@ -54,6 +69,46 @@ class Precision(WholeBatch):
             raise InputError(
                 f"the loss scale cannot grow every {self.growth_interval} updates",
                 hint="a whole number from 1",
+            )
+
+    @property
+    def is_neutral(self) -> bool:
+        """FP32 is what a model has."""
+        return self.kind == "fp32"
+
+    @property
+    def input_dtype(self) -> torch.dtype:
+        """Its type."""
+        return _TYPES[self.kind]
+
+    def short(self) -> str:
+        """The type."""
+        return self.kind
+
+    @classmethod
+    def offers(cls, context: Context) -> Iterable[Offer]:
+        """The faster of the two 16-bit types, where most numbers are wider than that."""
+        sizes = [(p.dtype.itemsize, p.numel) for p in context.trace.parameters]
+        if sum(n * size for size, n in sizes if size > 2) > sum(n * size for size, n in sizes) / 2:
+            scales = Scales(width=0.5, number_type=context.narrow)
+            yield Offer(cls(context.narrow), "16-bit rounding", scales, LOSSINESS)
+
+    def estimate_update(self, updates: Updates) -> Update | None:
+        """By rule for a large model: there are too many blocks to trace them all."""
+        return None if self.is_neutral else estimate_update(self, updates)
+
+    def claims(self, at: Circumstances) -> Iterable[Claim]:
+        """16 bits round."""
+        if not self.is_neutral:
+            yield Claim(Level.NEAR, f"{self.kind} rounds")
+
+    def check_ranks(self, setup: Setup, kind: str) -> None:
+        """Of scaled state, what a row means depends on the others of its block."""
+        optimizer = type(setup.optimizer)
+        if kind == "fsdp" and not self.is_neutral and optimizer is not torch.optim.SGD:
+            raise InputError(
+                f"fsdp cannot split the scaled 16-bit state of {optimizer.__name__}",
+                hint="SGD, fp32, or parallel='ddp'",
             )
 
     def predict(self, trace: Trace) -> Trace:
@@ -97,12 +152,29 @@ class Precision(WholeBatch):
                 stacklevel=2,
             )
         rounding = self.rounding or ("nearest" if target is torch.float16 else "stochastic")
-        update = Update(setup.optimizer, scale, noise, stochastic=rounding == "stochastic")
+        update = NarrowUpdate(setup.optimizer, scale, noise, stochastic=rounding == "stochastic")
         setup.undo.append(update.convert_state())
         setup.update = update
-        setup.state["precision"] = PrecisionState(scale, noise)
+        setup.state[self.name] = PrecisionState(scale, noise)
+        setup.loss_scale, setup.update_on_device = scale, True
+        setup.rates_on_device = _rates_on_device(setup.optimizer, target, rounding)
+        setup.meanings.append(ScaledMoments(setup.optimizer))
         lean_batch_norm(setup)
         _run_in(target, setup, scale)
+
+
+LOSSINESS = 0.01
+"""Of 16 bits: less than any lossy setting of another technique."""
+
+
+def _rates_on_device(
+    optimizer: torch.optim.Optimizer, target: torch.dtype, rounding: str
+) -> Callable[[], bool]:
+    """Adam's and AdamW's update takes rates as tensors; SGD's where it is PyTorch's fused one."""
+    if isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+        return lambda: True
+    fused = type(optimizer) is torch.optim.SGD and target is torch.float16 and rounding == "nearest"
+    return lambda: fused and not any(group["dampening"] for group in optimizer.param_groups)
 
 
 def _run_in(target: torch.dtype, setup: Setup, scale: LossScale | None) -> None:

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from .blocks import Block, Flat, gather
+from ..base import Meaning
+from .blocks import Block, Flat, block_elements, cut, gather
 from .rounding import Noise
 
 SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta"})
@@ -40,7 +41,7 @@ def is_moment(key: str, value: Any) -> bool:
     return floating and key not in COUNTERS
 
 
-class Storage:
+class MomentStorage:
     """Writes FP32 tensors into 16-bit ones, block by block, and reads them."""
 
     def __init__(self, noise: Noise | None, *, scaled: bool) -> None:
@@ -83,6 +84,27 @@ class Storage:
                 chosen = torch.where(skip, torch.stack(slots), chosen)
             torch._foreach_copy_(slots, chosen.unbind())
         write(_pieces(block, states, key), wide, self._noise, skip)
+
+
+class ScaledMoments(Meaning):
+    """State that is stored times powers of two, second moments as roots, as it is meant."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def state(self, parameter: torch.Tensor, key: str, held: torch.Tensor) -> torch.Tensor | None:
+        """In FP32; the exponents are no state of plain training."""
+        state = self._optimizer.state[parameter]
+        if key.endswith(SUFFIX):
+            return None
+        if key + SUFFIX not in state:
+            return held
+        exponents, meant = state[key + SUFFIX], held.float()
+        total = sum(p.numel() for group in self._optimizer.param_groups for p in group["params"])
+        rows = [...] if exponents.numel() == 1 else cut(held, block_elements(total))
+        for part, scale in zip(rows, power_of_two(-exponents), strict=True):
+            meant[part] *= scale
+        return meant.square() if key in SQUARES else meant
 
 
 def write(

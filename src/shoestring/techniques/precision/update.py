@@ -21,25 +21,18 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from ...kernels import expected
 from ...trace.cuda import is_dense, on_cuda
 from ...trace.fakes import is_fake, readable
+from ..optimizers import ELEMENTWISE
 from .blocks import Block, Piece, Rows, block_elements, blocks, cut, gather
 from .convert import cast
-from .moments import SUFFIX, Storage, is_moment, write
+from .moments import SUFFIX, MomentStorage, is_moment, write
 from .rounding import Noise
 from .scaling import LossScale
 from .twin import fused_sgd, make_twin, single
 
-ELEMENTWISE = frozenset(
-    {
-        SGD, Adam, AdamW, torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta,
-        torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam,
-    }
-)  # fmt: skip
-"""Optimizers that treat every element alone, so that tensors may be cut and joined."""
-
-Work = list[tuple[dict[str, Any], torch.Tensor]]
+Gradients = list[tuple[dict[str, Any], torch.Tensor]]
 
 
-class Update:
+class NarrowUpdate:
     """Gradients → parameters, in place of `optimizer.step`."""
 
     def __init__(
@@ -56,7 +49,7 @@ class Update:
         self._noise = noise if stochastic else None
         # A momentum too small for FP16 moves no FP16 weight: lr · 6e-8 is under half its ulp.
         scaled = scaled_moments and not isinstance(optimizer, SGD)
-        self._storage = Storage(noise if scaled or stochastic else None, scaled=scaled)
+        self._storage = MomentStorage(noise if scaled or stochastic else None, scaled=scaled)
         held = [p for group in optimizer.param_groups for p in group["params"]]
         self._elements = block_elements(sum(p.numel() for p in held))
         self._elementwise = type(optimizer) in ELEMENTWISE
@@ -96,10 +89,10 @@ class Update:
         for after in optimizer._optimizer_step_post_hooks.values():
             after(optimizer, (), {})
 
-    def _begun(self, work: Work) -> tuple[Work, Work]:
+    def _begun(self, work: Gradients) -> tuple[Gradients, Gradients]:
         """Make the state of before the first update; apart, those whose first state is unknown."""
-        begun: Work = []
-        unknown: Work = []
+        begun: Gradients = []
+        unknown: Gradients = []
         for group, parameter in work:
             state = self._optimizer.state[parameter]
             keys: list[str] | None = None
@@ -191,7 +184,7 @@ class Update:
     def _rows(self, parameter: torch.Tensor) -> list[Rows]:
         return cut(parameter, self._elements) if self._elementwise else [...]
 
-    def _blocks(self, work: Work) -> list[Block]:
+    def _blocks(self, work: Gradients) -> list[Block]:
         listed = []
         for group, parameter in work:
             state = self._optimizer.state[parameter]
@@ -203,14 +196,14 @@ class Update:
             listed.append((group, keys, parameter, self._rows(parameter)))
         return list(blocks(listed, self._elements if self._elementwise else 0))
 
-    def _can_fuse(self, work: Work) -> bool:
+    def _can_fuse(self, work: Gradients) -> bool:
         return (
             type(self._optimizer) is SGD
             and self._noise is None
             and all(on_cuda(p) and not group["dampening"] for group, p in work)
         )
 
-    def _has_kernels(self, work: Work) -> bool:
+    def _has_kernels(self, work: Gradients) -> bool:
         """Whether every tensor lies as its gradient, and the settings are the usual ones."""
         return (
             (self._storage.scaled or type(self._optimizer) is SGD)
@@ -232,7 +225,7 @@ class Update:
             )
         )
 
-    def _run_kernels(self, work: Work) -> None:
+    def _run_kernels(self, work: Gradients) -> None:
         states, blocks = self._optimizer.state, self._blocks(work)
         if any(is_fake(parameter) for _, parameter in work):
             for block in blocks:  # read and written where they are

@@ -9,24 +9,22 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
-from ..errors import InputError
-from ..memory.items import LEAVES, Item
-from ..memory.nodes import is_wide
-from ..step.trace_step import capture_step
-from ..techniques import Checkpointing
-from ..techniques.base import Technique
-from ..techniques.plan import Plan
-from ..trace.blocks import block_levels
-from ..trace.capture import Loss
-from ..trace.fakes import OptimizerLike
-from ..trace.graph import Phase, Trace
-from .staged import StagedRun, Watch
+from ...errors import InputError
+from ...memory.items import LEAVES, Item
+from ...memory.nodes import is_wide
+from ...trace.blocks import block_levels
+from ...trace.fakes import OptimizerLike
+from ...trace.graph import Phase, Trace
+from ..base import Technique
+from ..offers import TraceStep
+from ..plan import Plan
+from .staged import BlockWatch, StagedRun
 from .stages import Chain, Option, Stage
 
 _HEAD = 0.02
@@ -35,40 +33,31 @@ _JOINED = 0.75
 """Of the blocks, so many must be read by the next one only, or larger ones are tried."""
 
 
-def measure_chain(
-    plan: Plan | Iterable[Technique],
+def estimate_chain(
+    trace_step: TraceStep,
     model: nn.Module,
-    batch: Any,
+    of: Callable[[Sequence[Item], tuple[str, ...]], Technique],
     *,
-    loss: Loss,
-    optimizer: OptimizerLike,
-    device: str = "cpu",
+    plan: Plan | None = None,
+    optimizer: OptimizerLike = None,
     blocks: Sequence[str] = (),
     seen: Callable[[Trace], None] | None = None,
 ) -> Chain:
     """The chain of blocks of the step that a plan makes, its own checkpointing left out.
 
-    `blocks` names the modules; by default they are found, as small as they still hand their output
-    to one another; where much is kept before the first of them, modules there are stages as well.
-    Those that do not run exactly once belong to what is around them. Names of the stages are paths
-    of the blocks, in the order they run: `Checkpointing.of(schedule.items, names)` executes a
-    schedule for this chain. `seen` is given the trace of the step that keeps everything.
+    `of(items, paths)` is the technique that does this with the blocks. `blocks` names the modules;
+    by default they are found, as small as they still hand their output to one another; where much
+    is kept before the first of them, modules there are stages as well. Those that do not run
+    exactly once belong to what is around them. Names of the stages are paths of the blocks, in the
+    order they run. `seen` is given the trace of the step that keeps everything.
     """
-    given = plan if isinstance(plan, Plan) else Plan.of(plan)
+    given = plan or Plan()
     levels = [tuple(blocks)] if blocks else block_levels(model)[::-1]
 
     def run(items: tuple[Item, ...], paths: tuple[str, ...], optimizer: OptimizerLike) -> StagedRun:
-        wrapped = Checkpointing.of(items, paths) if paths else None
-        watch = Watch(paths)
-        trace = capture_step(
-            replace(given, checkpointing=wrapped),
-            model,
-            batch,
-            loss=loss,
-            optimizer=optimizer,
-            device=device,
-            watch=watch.follow,
-        )
+        wrapped = given.but(of(items, paths)) if paths else given
+        watch = BlockWatch(paths)
+        trace = trace_step(wrapped, optimizer=optimizer, watch=watch.follow)
         return StagedRun(trace, watch)
 
     for paths in levels:  # the smallest blocks first

@@ -13,22 +13,17 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from ..memory.device import device_timeline
-from ..memory.timeline import Timeline
-from ..trace.graph import Op, Phase, Role, Trace
-from ..trace.recorder import Recorder
-from .stages import Work
+from ...memory.device import device_timeline
+from ...memory.timeline import resident_bytes
+from ...memory.work import Work, work_of
+from ...trace.graph import Phase, Role, Trace
+from ...trace.recorder import Recorder
 
-_RESIDENT = (
-    Role.MODEL, Role.BUFFER, Role.INPUT, Role.OPTIMIZER_STATE, Role.GRADIENT, Role.WORKSPACE,
-)  # fmt: skip
 _ALLOCATION_BYTES = {"cpu": 1, "cuda": 512}
-_ALLOCATIONS = {f"aten.{name}" for name in ("empty", "empty_like", "empty_strided", "new_empty")}
-"""No kernel runs for them, and nothing is read or written."""
 
 
 @dataclass
-class Watch:
+class BlockWatch:
     """When each block began and ended, forward and backward, in operations of the recorder."""
 
     paths: tuple[str, ...]
@@ -90,7 +85,7 @@ class Watch:
 class StagedRun:
     """One traced step, cut into stages: 0 is the head, the last is the tail."""
 
-    def __init__(self, trace: Trace, watch: Watch) -> None:
+    def __init__(self, trace: Trace, watch: BlockWatch) -> None:
         self.trace, self.watch = trace, watch
         timeline = device_timeline(trace)
         self.totals = timeline.totals
@@ -176,23 +171,5 @@ class StagedRun:
         )
 
 
-def resident_bytes(timeline: Timeline) -> int:
-    """What is there all the time; not what the first operation needs for itself."""
-    first = sum(c.nbytes for c in timeline.changes if c.instant == 0 and c.role in _RESIDENT)
-    gone = (c for c in timeline.changes if c.instant == 1 and c.role is Role.WORKSPACE)
-    return first + sum(c.nbytes for c in gone if c.nbytes < 0)
-
-
 def _where(parts: list[range], index: int) -> int:
     return next((i for i, part in enumerate(parts) if index in part), len(parts) - 1)
-
-
-def work_of(op: Op) -> Work:
-    """What one operation takes; BatchNorm reads its input twice, once for the statistics."""
-    if op.name in _ALLOCATIONS:
-        return Work()
-    specs = [spec for _, spec in op.inputs] + list(op.outputs)
-    if "batch_norm" in op.name:
-        specs.append(specs[0])
-    moved = sum(spec.numel * spec.dtype.itemsize for spec in specs)
-    return Work(op.flops, moved, 1, op.flops if "convolution" in op.name else 0)

@@ -6,8 +6,8 @@ up while backward goes, and that running a region again stops at the last tensor
 Memory is cut into slots, and what is found is then evaluated exactly, so that rounding never makes
 a schedule pass its budget.
 
-The chain, its stages and the evaluation of schedules are in `planning.stages`; `train.chain`
-makes the chain of a model.
+The chain, its stages and the evaluation of schedules are in `stages.py`; `block_chain.py` makes
+the chain of a model.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..memory.items import LEAVES, Item, leaves
-from .stages import Chain, Cost, Schedule, evaluate, flops_only, plain
+from ...memory.items import LEAVES, Item, leaves
+from ...memory.work import Cost
+from .stages import Chain, Schedule, evaluate, flops_only, plain
 
 
 def solve(chain: Chain, budget_bytes: int, cost: Cost = flops_only) -> Schedule | None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...errors import InputError
-from ...trace.batches import map_tensors, tensors_of
+from ..errors import InputError
+from .batches import map_tensors, tensors_of
 
 
 def examples_of(batch: Any) -> int | None:

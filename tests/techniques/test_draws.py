@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from shoestring.step.apply import Step, apply
+from shoestring.step.apply import apply
+from shoestring.step.step import Step
 from shoestring.techniques import Checkpointing, Microbatching
-from shoestring.techniques.checkpointing.draws import Places, Starts, followed_by, follower
 from shoestring.techniques.checkpointing.regions import region
+from shoestring.techniques.draws import Places, Starts, followed_by, follower
 from techniques.small_models import SMALL
 
 

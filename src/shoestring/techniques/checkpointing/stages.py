@@ -10,47 +10,13 @@ backward reads, so the end of a region costs less (`Option.again`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from ..memory.items import Item, leaves
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """What a device has to do: operations, traffic, kernels started."""
-
-    flops: float = 0
-    bytes_moved: float = 0
-    launches: float = 0
-    convolved: float = 0
-    """Of the operations, those of convolutions."""
-
-    def __add__(self, other: Work) -> Work:
-        return Work(
-            self.flops + other.flops,
-            self.bytes_moved + other.bytes_moved,
-            self.launches + other.launches,
-            self.convolved + other.convolved,
-        )
-
-    def __sub__(self, other: Work) -> Work:
-        return self + other.times(-1, -1, -1)
-
-    def times(self, flops: float, bytes_moved: float, launches: float = 1) -> Work:
-        """So many times each."""
-        return Work(
-            self.flops * flops,
-            self.bytes_moved * bytes_moved,
-            self.launches * launches,
-            self.convolved * flops,
-        )
-
-
-Cost = Callable[[Work], float]
-"""Work → seconds, or whatever is to be small. Costs of stages are added up."""
+from ...memory.items import Item, leaves
+from ...memory.work import Cost, Work
 
 
 def flops_only(work: Work) -> float:

@@ -31,7 +31,8 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_matrix
 
-from .stages import Chain, Cost, flops_only
+from shoestring.memory.work import Cost
+from shoestring.techniques.checkpointing.stages import Chain, flops_only
 
 Terms = list[tuple[Hashable, float]]
 Class = Literal["persistent", "dropping", "parted"]

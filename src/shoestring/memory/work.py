@@ -1,0 +1,66 @@
+"""What a device has to do: operations, traffic, kernels. Costs turn it into seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..trace.graph import Op, Phase, Trace
+
+_ALLOCATIONS = {f"aten.{name}" for name in ("empty", "empty_like", "empty_strided", "new_empty")}
+"""No kernel runs for them, and nothing is read or written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a device has to do: operations, traffic, kernels started."""
+
+    flops: float = 0
+    bytes_moved: float = 0
+    launches: float = 0
+    convolved: float = 0
+    """Of the operations, those of convolutions."""
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            self.flops + other.flops,
+            self.bytes_moved + other.bytes_moved,
+            self.launches + other.launches,
+            self.convolved + other.convolved,
+        )
+
+    def __sub__(self, other: Work) -> Work:
+        return self + other.times(-1, -1, -1)
+
+    def times(self, flops: float, bytes_moved: float, launches: float = 1) -> Work:
+        """So many times each."""
+        return Work(
+            self.flops * flops,
+            self.bytes_moved * bytes_moved,
+            self.launches * launches,
+            self.convolved * flops,
+        )
+
+
+Cost = Callable[[Work], float]
+"""Work → seconds, or whatever is to be small. Costs of stages are added up."""
+
+
+def work_of(op: Op) -> Work:
+    """What one operation takes; BatchNorm reads its input twice, once for the statistics."""
+    if op.name in _ALLOCATIONS:
+        return Work()
+    specs = [spec for _, spec in op.inputs] + list(op.outputs)
+    if "batch_norm" in op.name:
+        specs.append(specs[0])
+    moved = sum(spec.numel * spec.dtype.itemsize for spec in specs)
+    return Work(op.flops, moved, 1, op.flops if "convolution" in op.name else 0)
+
+
+def work_of_passes(trace: Trace) -> Work:
+    """Forward, backward and what is recomputed, without the update."""
+    total = Work()
+    for op in trace.ops:
+        if op.phase is not Phase.OPTIMIZER and not op.is_view:
+            total += work_of(op)
+    return total

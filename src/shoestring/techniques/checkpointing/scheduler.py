@@ -1,0 +1,204 @@
+"""Which blocks to recompute, for any room: the planner's side of checkpointing.
+
+A model with repeated blocks is a chain (`block_chain`), and `solve` finds the best schedule for it.
+One without has a few named strategies to choose from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from ...errors import InputError, TraceError
+from ...memory.device import device_timeline
+from ...memory.items import Item, leaves
+from ...memory.timeline import resident_bytes
+from ...memory.work import Work, work_of_passes
+from ...trace.blocks import runs_twice, writers
+from ...trace.graph import Role, Trace
+from ..base import Technique
+from ..offers import Conditions, Context, Scheduled
+from ..plan import Plan
+from .adapt import adapted
+from .block_chain import estimate_chain
+from .solve import front, solve
+from .stages import Chain, Schedule
+
+_NAMED = ("no-bn", "every-2", "every-4", "every-8", "every-16", "every-32")
+"""Ways to checkpoint a model without repeated blocks; the first recomputes no module."""
+_COUNTED = ("no-bn", *(f"residual-{m}{star}" for m in (1, 2, 3, 4, 6, 8) for star in ("", "*")))
+"""Strategies the fundamental accounting counts."""
+_AROUND = (0.85, 1.15)
+_SCHEDULES = 48
+"""Of a chain's front, counted by the fundamental accounting."""
+DEEPEST = 32
+"""Regions within regions: recomputing each takes a dozen of Python's 1,000 frames, or more."""
+
+
+@dataclass(frozen=True)
+class _Way:
+    """One named strategy on the whole minibatch; bytes are above what is resident."""
+
+    technique: Technique | None
+    activation_bytes: int
+    gradient_bytes: int
+    """At the peak."""
+    work: Work
+
+
+class BlockScheduler:
+    """The schedules of one training step."""
+
+    def __init__(
+        self,
+        context: Context,
+        of: Callable[[Sequence[Item], tuple[str, ...]], Technique],
+        named: Callable[[str], Technique],
+    ) -> None:
+        self._context, self._of, self._by_name = context, of, named
+        self._chain: Chain | None = None
+        self._wrapped_differs = False
+        self.kept: Work | None = None
+        found: list[Trace] = []
+        try:
+            self._chain = estimate_chain(context.trace_step, context.model, of, seen=found.append)
+        except InputError:
+            if not found:
+                raise
+        kept = found[0]
+        self._names: tuple[str, ...] = _NAMED
+        if not runs_twice(context.model, writers(kept)):
+            self._chain, self._names = None, _NAMED[:1]
+        # Blocks that are wrapped have kernels of our own, which the plain step has not.
+        if any(op.name.startswith("shoestring.") for op in kept.ops):
+            self.kept, self._wrapped_differs = work_of_passes(kept), True
+        elif "trace" not in vars(context):
+            context.trace = kept
+
+    def least_bytes(self, at: Conditions) -> int:
+        """What no schedule changes, and the largest block alone."""
+        if self._chain is None:
+            return at.floor_bytes
+        chain = adapted(self._chain, at)
+        alone = (
+            min(min(o.backward_bytes, o.again_bytes) for o in stage.options.values())
+            for stage in chain.stages
+        )
+        return max(chain.floor_bytes, chain.fixed_bytes + max(alone))
+
+    def best(self, at: Conditions, room_bytes: int) -> Scheduled | None:
+        """By the dynamic program over the chain, or of the named ways."""
+        if self._chain is not None:
+            schedule = solve(adapted(self._chain, at), room_bytes, at.cost)
+            if schedule is None or _runs(schedule):
+                return None if schedule is None else self._scheduled(at, schedule)
+        found = [s for s in self.front(at) if s.peak_bytes <= room_bytes]
+        return min(found, key=lambda s: at.cost(s.work), default=None)
+
+    def around(self, at: Conditions, peak_bytes: int) -> list[Scheduled]:
+        """The fastest for somewhat less and somewhat more memory."""
+        if self._chain is None:
+            return self.front(at)
+        found = (self.best(at, int(peak_bytes * share)) for share in _AROUND)
+        return [one for one in found if one is not None]
+
+    def front(self, at: Conditions) -> list[Scheduled]:
+        """Every schedule worth having, but those too deep to run."""
+        if self._chain is None:
+            return sorted((self._by_way(at, w) for w in self._ways), key=lambda s: s.peak_bytes)
+        found = front(adapted(self._chain, at), at.cost)
+        return [self._scheduled(at, s) for s in found if _runs(s)]
+
+    def ways(self) -> Iterable[Technique]:
+        """The report's strategies, and schedules along the front of the model's chain."""
+        if not runs_twice(self._context.model, self._context.writers):
+            yield self._by_name("no-bn")
+            return
+        yield from map(self._by_name, _COUNTED)
+        if self._chain is None:
+            return
+        paths = tuple(stage.name for stage in self._chain.blocks)
+        found = front(self._chain)
+        for schedule in found[:: max(1, len(found) // _SCHEDULES)]:
+            yield self._of(schedule.items, paths)
+        joins = [stage.joins for stage in self._chain.blocks]
+        for size in (1, 2, 3):
+            for count in range(size, len(paths) + 1, max(size, len(paths) // 12)):
+                rest: tuple[Item, ...] = ("cheap",) * (len(paths) - count)
+                yield self._of((*_groups(joins[:count], size), *rest), paths)
+
+    def _scheduled(self, at: Conditions, schedule: Schedule) -> Scheduled:
+        assert self._chain is not None
+        paths = tuple(stage.name for stage in self._chain.blocks)
+        differs = self._wrapped_differs and at.scales.width == 1  # 16 bits have the kernels anyway
+        plain = all(item == "keep" for item in schedule.items) and not differs
+        parts = at.scales.parts
+        kept = self.kept or work_of_passes(self._context.trace)
+        return Scheduled(
+            None if plain else self._of(schedule.items, paths),
+            schedule.peak_bytes,
+            kept + schedule.again.times(parts, parts),
+        )
+
+    # -- models without blocks -----------------------------------------------------------------
+
+    @cached_property
+    def _ways(self) -> list[_Way]:
+        ways = [self._way(None, self._context.trace)]
+        for name in self._names:
+            chosen = self._by_name(name)
+            try:
+                trace = self._context.trace_step(Plan([chosen]), optimizer=None)
+                way = self._way(chosen, trace)
+            except (InputError, TraceError):
+                continue
+            if all(way.activation_bytes < other.activation_bytes for other in ways):
+                ways.append(way)
+        return ways
+
+    def _way(self, technique: Technique | None, trace: Trace) -> _Way:
+        timeline = device_timeline(trace)
+        peak = timeline.roles_at(timeline.peak_instant)
+        gradients = peak[Role.GRADIENT]
+        above = sum(peak.values()) - gradients - resident_bytes(timeline)
+        return _Way(technique, above, gradients, work_of_passes(trace))
+
+    def _by_way(self, at: Conditions, way: _Way) -> Scheduled:
+        by = at.scales
+        gradients = at.gradient_bytes if by.parts > 1 else int(way.gradient_bytes * at.gradients)
+        peak = at.resident_bytes + gradients + int(way.activation_bytes * by.share * by.width)
+        return Scheduled(way.technique, max(peak, at.floor_bytes), way.work)
+
+
+def _runs(schedule: Schedule) -> bool:
+    def depth(item: Item) -> int:
+        return 0 if isinstance(item, str) else 1 + max(map(depth, item))
+
+    return max(map(depth, schedule.items)) <= DEEPEST
+
+
+def _groups(joins: list[bool], size: int) -> list[Item]:
+    """residual-M* of so many blocks: nested regions of M, fewer where blocks do not join."""
+    made: list[Item] = []
+    group: list[Item] = []
+    for joined in joins:
+        group.append(("cheap",))
+        if len(group) == size or not joined:
+            made.append(tuple(group) if len(group) > 1 else group[0])
+            group = []
+    return [*made, *group]
+
+
+def summary(items: Sequence[Item]) -> str:
+    """What a schedule recomputes, in words."""
+    total = sum(map(leaves, items))
+    counts = {
+        "recomputes": sum(leaves(item) for item in items if not isinstance(item, str)),
+        "recomputes cheap outputs in": items.count("cheap"),
+        "recomputes cheap and wide outputs in": items.count("lean"),
+    }
+    parts = [f"{how} {count}" for how, count in counts.items() if count]
+    if not parts:  # wrapped all the same
+        return "recomputes nothing; BatchNorm in kernels of its own keeps its input alone"
+    return f"{', '.join(parts)} of {total} blocks"

@@ -1,0 +1,211 @@
+"""What a planner and the techniques say to each other.
+
+The planner describes a training step (`Context`). Each technique answers with `Offer`s: settings
+that could be used, and how each scales the passes of the plain step. One technique may be the
+`Scheduler`, which fills the room that the others leave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from ..memory.work import Cost, Work
+from ..trace.blocks import writers
+from ..trace.graph import Trace
+from .base import Technique
+from .claims import Circumstances, Level
+from .plan import Plan
+from .splitting import SplitFound
+
+
+@dataclass(frozen=True)
+class Scales:
+    """How a setting changes the passes of the plain step."""
+
+    share: float = 1.0
+    """Of the minibatch, what runs at once."""
+    width: float = 1.0
+    """Bytes of a number in activations, relative to the plain step's."""
+    parts: int = 1
+    """How often the passes run; the gradients of the parts before are there when one begins."""
+    number_type: str = "fp32"
+    """In which the products are computed, where it is not the model's own."""
+
+    def __mul__(self, other: Scales) -> Scales:
+        return Scales(
+            self.share * other.share,
+            self.width * other.width,
+            self.parts * other.parts,
+            other.number_type if self.number_type == "fp32" else self.number_type,
+        )
+
+
+@dataclass(frozen=True)
+class Offer:
+    """Settings of a technique that a planner may use."""
+
+    technique: Technique
+    why: str
+    """What they change, for the plan's table."""
+    scales: Scales = Scales()
+    lossiness: float = 0.0
+    """Orders lossy ones: points of accuracy that somebody measured on some network."""
+    shown: str | None = None
+    """In the plan's table; by default the technique's own short text."""
+    allow: str | None = None
+    """The name by which it is allowed where it is lossy; by default the technique's."""
+
+    @property
+    def name(self) -> str:
+        """By which it is allowed."""
+        return self.allow or self.technique.allow or self.technique.name
+
+    def level(self, at: Circumstances) -> Level:
+        """The weakest claim it makes."""
+        return max((c.level for c in self.technique.claims(at)), default=Level.EQUAL)
+
+
+TraceStep = Callable[..., Trace]
+"""(plan, *, optimizer, watch) → trace of the planned step on fake tensors."""
+
+
+class Context:
+    """A training step that is planned for."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Any,
+        optimizer: torch.optim.Optimizer,
+        trace_step: TraceStep,
+        *,
+        device: str,
+        examples: int | None,
+        batch_norm: bool,
+        split: SplitFound | None = None,
+        ragged: bool = True,
+        narrow: str = "fp16",
+    ) -> None:
+        self.model, self.batch, self.optimizer = model, batch, optimizer
+        self.trace_step = trace_step
+        self.device, self.examples = device, examples
+        self.ragged, self.narrow = ragged, narrow
+        self._batch_norm = batch_norm
+        self.split = split or SplitFound("auto", None, "assumed: the loss was not tested")
+        """How the loss of a batch splits into those of its parts, as tested on real values."""
+
+    @cached_property
+    def trace(self) -> Trace:
+        """Of the plain step, without its update."""
+        return self.trace_step(Plan(), optimizer=None)
+
+    @cached_property
+    def writers(self) -> frozenset[str]:
+        """Modules whose buffers change in the forward pass."""
+        return writers(self.trace)
+
+    @property
+    def keeps_statistics(self) -> bool:
+        """Whether modules look at all examples that run together, or keep count of them."""
+        return self._batch_norm or bool(self.writers)
+
+    @property
+    def circumstances(self) -> Circumstances:
+        """As far as they are known before anything runs."""
+        return Circumstances("cpu", batch_norm=self.keeps_statistics)
+
+
+@dataclass(frozen=True)
+class Update:
+    """What is there beside the passes; none of it depends on the schedule."""
+
+    model_bytes: int
+    """Parameters and buffers."""
+    gradient_bytes: int
+    state_bytes: int
+    passing_bytes: int
+    """What the update needs for a moment beside all of the above."""
+    work: Work
+
+    def toward(self, other: Update, share: float) -> Update:
+        """On the line to another; the work is this one's."""
+        names = ("model_bytes", "gradient_bytes", "state_bytes", "passing_bytes")
+        return replace(
+            self,
+            **{n: round(getattr(self, n) * (1 - share) + getattr(other, n) * share) for n in names},
+        )
+
+
+class Updates(Protocol):
+    """What is known of updates while another one is estimated."""
+
+    context: Context
+    trained: dict[str, int]
+    """Bytes of every parameter that gets a gradient."""
+
+    def without(self, technique: Technique) -> Update:
+        """The update of the same setting, this technique left out."""
+        ...
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What a schedule must live with, by the other techniques of a plan."""
+
+    scales: Scales
+    gradients: float
+    """Bytes of gradients, relative to the plain step's."""
+    gradient_bytes: int
+    resident_bytes: int
+    """There all the time."""
+    floor_bytes: int
+    """Peak of the update, which no schedule changes."""
+    cost: Cost
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    """Settings of the scheduler's technique, and what the passes take with them."""
+
+    technique: Technique | None
+    peak_bytes: int
+    work: Work
+    """Of the passes over the whole minibatch, numbers as wide as the plain step's."""
+
+
+class Scheduler(Protocol):
+    """Finds the settings of one technique that fit into the room the others leave."""
+
+    kept: Work | None
+    """Of the passes when it recomputes nothing; None where that is the plain step."""
+
+    def best(self, at: Conditions, room_bytes: int) -> Scheduled | None:
+        """The fastest that is estimated to fit."""
+        ...
+
+    def front(self, at: Conditions) -> list[Scheduled]:
+        """From the least memory to the least time."""
+        ...
+
+    def around(self, at: Conditions, peak_bytes: int) -> list[Scheduled]:
+        """Some for less and for more memory."""
+        ...
+
+    def least_bytes(self, at: Conditions) -> int:
+        """No settings need less."""
+        ...
+
+    def ways(self) -> Iterable[Technique]:
+        """Settings worth counting by the fundamental accounting."""
+        ...
+
+
+def without(techniques: Collection[Technique], technique: Technique) -> tuple[Technique, ...]:
+    """The others."""
+    return tuple(t for t in techniques if t is not technique)

@@ -1,0 +1,14 @@
+"""What techniques must know of PyTorch's optimizers."""
+
+from __future__ import annotations
+
+import torch
+
+ELEMENTWISE = frozenset(
+    {
+        torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop,
+        torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.Adamax, torch.optim.NAdam,
+        torch.optim.RAdam,
+    }
+)  # fmt: skip
+"""Optimizers that treat every element alone, so that tensors may be cut and joined."""

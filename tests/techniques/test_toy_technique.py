@@ -1,0 +1,139 @@
+"""A technique from outside goes through everything without an edit in src/."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shoestring as ss
+from shoestring.techniques.registry import register, unregister
+
+TESTS = Path(__file__).parents[1]
+TOY = TESTS / "toy"
+WIDE = 256
+
+
+@pytest.fixture(scope="module")
+def toy() -> Iterator[Any]:
+    """The technique, registered as an entry point would do it."""
+    sys.path.insert(0, str(TOY))
+    from narrow_state import NarrowState
+
+    yield register(NarrowState)
+    unregister(NarrowState.name)
+    sys.path.remove(str(TOY))
+
+
+def step() -> tuple[nn.Module, torch.Tensor, dict[str, Any]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDE, WIDE) for _ in range(8)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    given = {"loss": lambda m, b: m(b).square().mean(), "optimizer": optimizer}
+    return model, torch.randn(4, WIDE), given
+
+
+def momentum_bytes(model: nn.Module) -> int:
+    return sum(p.nbytes for p in model.parameters())
+
+
+def test_it_is_written_and_read(toy: Any, tmp_path: Path) -> None:
+    plan = ss.Plan([toy("bf16"), ss.Microbatching(2)])
+    for name in ("plan.toml", "plan.json"):
+        plan.save(tmp_path / name)
+        assert ss.Plan.load(tmp_path / name) == plan
+    assert plan.short() == "state bf16 + microbatch 2"
+    with pytest.raises(ss.InputError, match="has no setting 'bits'"):
+        ss.Plan.from_dict({"narrow_state": {"bits": 8}})
+
+
+def test_it_is_profiled_in_both_accountings(toy: Any) -> None:
+    model, batch, given = step()
+    saved = momentum_bytes(model) // 2
+    for accounting in ("fundamental", "device"):
+        plain = ss.profile(model, batch, **given, accounting=accounting)
+        narrow = ss.profile(model, batch, **given, accounting=accounting, techniques=[toy("bf16")])
+        assert plain.peak_bytes - narrow.peak_bytes == pytest.approx(saved, rel=0.05), accounting
+
+
+def test_it_is_planned_when_nothing_else_fits_and_keeps_its_word(toy: Any) -> None:
+    model, batch, given = step()
+    plain = ss.profile(model, batch, **given, accounting="device").peak_bytes
+    budget = plain - momentum_bytes(model) // 3
+    with pytest.raises(ss.BudgetError, match="no plan fits") as refused:
+        ss.plan(model, batch, **given, budget=budget, allow="lossless")
+    assert "narrow_state" in str(refused.value.hint)
+    plan = ss.plan(model, batch, **given, budget=budget, allow="lossless,narrow_state")
+    assert plan.narrow_state == toy("bf16") and plan.kind == "near-lossless"
+    assert "less lossy plans need" in plan.choices[0].why
+    certificate = ss.verify(plan, model, [batch], **given)
+    assert certificate.ok and certificate["gradients"].error == 0
+    made = ss.apply(plan, model, given["optimizer"], loss=given["loss"])
+    made(batch)
+    measured = made.measure(batch)
+    assert measured.peak_bytes == pytest.approx(plan.predicted.peak_bytes, rel=0.01)
+    assert measured.peak_bytes <= budget < plain
+    states = given["optimizer"].state.values()
+    assert {s["momentum_buffer"].dtype for s in states} == {torch.bfloat16}
+
+
+def test_what_it_refuses_is_not_planned(toy: Any) -> None:
+    model, batch, given = step()
+    given["optimizer"] = torch.optim.Adam(model.parameters())
+    with pytest.raises(ss.InputError, match="Adam has no narrow state"):
+        ss.apply([toy("bf16")], model, given["optimizer"], loss=given["loss"])
+    plan = ss.plan(model, batch, **given, budget="40 MB", allow="narrow_state")
+    assert plan.narrow_state is None
+
+
+STUDY = """
+[base]
+model = "tiny_nets:tiny_linear"
+data = "digits"
+batch = 200
+epochs = 1
+
+[[grid]]
+state_type = ["fp32", "bf16"]
+"""
+
+
+@pytest.mark.slow
+def test_its_flag_is_on_the_command_line_and_in_studies(tmp_path: Path) -> None:
+    """In processes that know it by its entry point alone."""
+    paths = [str(TOY), str(TESTS), str(TESTS.parent / "src")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+
+    def call(*words: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "shoestring", *words],
+            env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert "--state-type" in call("train", "--help")
+    plain, narrow = (
+        json.loads(call("profile", "wrn-10-1", "--state-type", kind, "--json"))
+        for kind in ("fp32", "bf16")
+    )
+    assert narrow["optimizer_state_bytes"] * 2 == plain["optimizer_state_bytes"]
+    assert narrow["state_type"] == "bf16"
+    call("verify", "tiny_nets:tiny_linear", "--input", "8x3x32x32", "--state-type", "bf16")
+    (tmp_path / "toy.toml").write_text(STUDY)
+    call("study", "toy.toml", "--out", "out")
+    call("report", "out")
+    table = next((tmp_path / "out").rglob("tables.md")).read_text()
+    assert "state type" in table and "bf16" in table
+    call("train", "tiny_nets:tiny_linear", "--data", "digits", "--epochs", "1", "--batch", "200",
+         "--state-type", "bf16", "--out", "runs/one")  # fmt: skip
+    call("report", "runs", "--out", "loose")
+    assert "bf16" in next((tmp_path / "loose").rglob("tables.md")).read_text()
