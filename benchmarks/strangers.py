@@ -2,8 +2,8 @@
 
 Every stranger is planned for 80, 55, 35 and 20% of what its plain step takes. A loop of this file's
 own, which uses nothing of shoestring's but the step it checks, trains plainly and by the plan and
-compares gradients, buffers and peaks. Three questions: is a plan that is called lossless right, does
-the certificate say so, and does the peak stay within the budget.
+compares gradients, buffers and peaks. Three questions: is a plan that is called lossless right,
+does the certificate say so, and does the peak stay within the budget.
 
     python benchmarks/strangers.py                       # all, on the CPU
     python benchmarks/strangers.py gemma2 vae --out r.jsonl

@@ -39,7 +39,7 @@ from .distance import (
 from .floats import computed_kinds
 from .noise import EPSILON, noises, trained_in_16_bits
 from .other import Against, carried_over
-from .sides import InParts, Optimizer, Plain, Planned, Trained
+from .sides import InParts, Optimizer, Plain, Planned, Trained, plain_name
 
 _ASSUMED = {
     torch.float64: 1e-13,
@@ -204,6 +204,8 @@ class Proof:
             extra = _unshared(expected, found)
         broken_exactly = self._differs_exactly()
         near = self._near() if any(c is Level.NEAR for c, _ in self.claims.values()) else {}
+        if near and not self.at.linear:
+            near["parameters"] = near["parameters"] | self._moves(expected["parameters"])
         made = []
         for what in WHAT:
             if what == "random stream":
@@ -246,6 +248,13 @@ class Proof:
                 return Comparison(what, claim, Level.LOSSY, abs(longer), 0.0, why)
         level = Level.NEAR if within and claim is Level.NEAR else Level.LOSSY
         return Comparison(what, claim, level, seen.relative, bound, why, seen.name)
+
+    def _moves(self, after: dict[Any, Any]) -> Noise:
+        """Dividing by the gradient turns the rounding of a small one into a whole move."""
+        before = {plain_name(n): p for n, p in self._trained[0].named_parameters()}
+        held = {n: self.planned.as_held(n, before[n]) for n in after}
+        moved = Noise.between(after, held)
+        return Noise({n: norm / NEAR_MULTIPLE for n, norm in moved.norms.items()})
 
     def _longer(self, expected: dict[Any, Any], found: dict[Any, Any]) -> float:
         """A common factor of all gradients that 16 bits do not explain; 0 where there is none."""

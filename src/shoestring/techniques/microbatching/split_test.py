@@ -322,11 +322,11 @@ class _Trial:
                        if c.startswith(path) and "!=" in c]  # fmt: skip
             value = ignored[0] if ignored else 0
             changed = tensor.clone()
-            if tensor.dim() == 1:
-                changed[-1] = value
-            else:
-                row = changed.view(changed.shape[0], -1) if changed.is_contiguous() else changed
-                row[-1, row.shape[1] // 2 :] = value
+            flat = changed.view(len(changed), -1) if changed.is_contiguous() else changed.flatten(1)
+            row = 1 + int((flat[1:] != value).sum(1).argmax())  # not of the part of one example
+            counted = (flat[row] != value).nonzero().flatten()
+            flat[row, counted[len(counted) // 2 :]] = value
+            changed = flat.view(tensor.shape)
             yield map_tensors(partial(_exchanged, tensor, changed), self._batch)
 
 
