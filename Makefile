@@ -6,14 +6,18 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := test
-.PHONY: setup demo test lint types check bench clean
+.PHONY: setup demo test test-all lint types layers check bench clean
 
 setup: $(STAMP)
 
 demo: $(STAMP)
 	$(BIN)/python -m shoestring.lab.demo
 
+# A few minutes: everything but the tests that train long or start processes.
 test: $(STAMP)
+	$(BIN)/python -m pytest -n 2 -m 'not slow'
+
+test-all: $(STAMP)
 	$(BIN)/python -m pytest -n 2
 
 lint: $(STAMP)
@@ -23,14 +27,18 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
-check: lint types test
+# Which stage may import which (pyproject.toml, docs/flow.md).
+layers: $(STAMP)
+	$(BIN)/lint-imports --no-logo
+
+check: lint types layers test
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/profile_accuracy.py
 
 # Keeps .venv and runs/: both are slow to make again.
 clean:
-	rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 $(BIN)/python:

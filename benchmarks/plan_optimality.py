@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,10 +18,12 @@ from pathlib import Path
 import numpy as np
 import scipy
 
-from reference.exact import Class, optimum
 from shoestring.memory.work import Work
 from shoestring.techniques.checkpointing.solve import front, solve
 from shoestring.techniques.checkpointing.stages import Chain, Option, Stage, plain
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+from reference.exact import Class, optimum
 
 FRACTIONS = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9)
 """Budgets between the smallest that `front` finds (0) and the peak of keeping everything (1)."""

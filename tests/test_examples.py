@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from tiers import slow_but
+
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.parametrize("name", ["plain_loop", "huggingface_finetune"])
+@pytest.mark.parametrize("name", slow_but(1, ["plain_loop", "huggingface_finetune"]))
 def test_example_stays_within_its_budget(name: str) -> None:
     done = subprocess.run(
         [sys.executable, ROOT / "examples" / f"{name}.py"],

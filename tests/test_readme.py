@@ -65,8 +65,9 @@ def table_rows(page: Path) -> list[tuple[str, str]]:
 
 
 def slow_outside_readme(page: Path, *values: Any) -> Any:
-    """A case of a parametrised test; the docs' ones are the long ones."""
-    marks = () if page == README else (pytest.mark.slow,)
+    """A case of a parametrised test; the docs' ones and those of the translation model are long."""
+    quick = page == README and not any("dc-transformer" in str(value) for value in values)
+    marks = () if quick else (pytest.mark.slow,)
     return pytest.param(*values, marks=marks, id=" ".join(str(v) for v in values)[:100])
 
 

@@ -16,6 +16,8 @@ UserWarning
 └── UnprovenWarning              something was assumed that could not be tested
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import ClassVar
 
 
@@ -85,6 +87,18 @@ class UnprovenWarning(UserWarning):
 
 class UnknownOperationWarning(UserWarning):
     """An operation the rules do not know, so that the bytes counted for it may be off."""
+
+
+@contextmanager
+def needs_extra(extra: str, package: str, purpose: str) -> Iterator[None]:
+    """Around the import of an optional package: names the extra that brings it if it is missing."""
+    try:
+        yield
+    except ImportError:
+        raise InputError(
+            f"{purpose} needs {package}, which is not installed",
+            hint=f"pip install 'shoestring[{extra}]'",
+        ) from None
 
 
 def render(error: ShoestringError) -> str:

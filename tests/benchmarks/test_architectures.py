@@ -14,6 +14,8 @@ from architectures import ARCHITECTURES, HUGGINGFACE_NAMES, Architecture
 from architectures.special import Experts
 
 BATCH = 2
+EVERY = 4
+"""One architecture in so many is in the quick tests."""
 
 needs_transformers = pytest.mark.skipif(
     find_spec("transformers") is None, reason="Hugging Face models need transformers"
@@ -21,8 +23,13 @@ needs_transformers = pytest.mark.skipif(
 architectures = pytest.mark.parametrize(
     "architecture",
     [
-        pytest.param(a, id=name, marks=[needs_transformers] * (name in HUGGINGFACE_NAMES))
-        for name, a in ARCHITECTURES.items()
+        pytest.param(
+            a,
+            id=name,
+            marks=[needs_transformers] * (name in HUGGINGFACE_NAMES)
+            + [pytest.mark.slow] * (number % EVERY > 0),
+        )
+        for number, (name, a) in enumerate(ARCHITECTURES.items())
     ],
 )
 

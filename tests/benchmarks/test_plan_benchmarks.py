@@ -8,6 +8,7 @@ import plan_holds
 import plan_speed
 
 
+@pytest.mark.slow
 def test_plans_hold_for_one_model_of_the_benchmark() -> None:
     arguments = Namespace(device="cpu", budgets=2, allow=None)
     case = plan_holds.built_in("wrn-10-0.5", 8)()
@@ -20,6 +21,7 @@ def test_plans_hold_for_one_model_of_the_benchmark() -> None:
     assert "NO" in plan_holds.line(broken)
 
 
+@pytest.mark.slow
 def test_a_plan_is_timed_beside_the_others(capsys: pytest.CaptureFixture[str]) -> None:
     subject = plan_speed.resnet(True, 8, False)
     arguments = Namespace(device="cpu", steps=1, allow="lossless")

@@ -16,7 +16,7 @@ import pytest
 from shoestring import __version__
 from shoestring.cli.main import main
 
-SOURCE = Path(__file__).parents[1] / "src"
+SOURCE = Path(__file__).parents[2] / "src"
 KEYS = """
     model_bytes gradient_bytes optimizer_state_bytes forward_activation_bytes
     backward_activation_bytes transient_bytes peak_bytes forward_flops backward_flops
@@ -197,6 +197,7 @@ def test_without_arguments_help_is_shown(run: Run) -> None:
     assert "Usage" in ran.out + ran.err
 
 
+@pytest.mark.slow
 def test_profile_as_a_process() -> None:
     ran = run_process("profile", "wrn-28-2")
     assert ran.status == 0
@@ -230,6 +231,7 @@ def test_a_factory_that_imports_what_lies_beside_it(
     assert sys.path == before
 
 
+@pytest.mark.slow
 def test_a_setting_without_effect_warns_on_stderr(factories: Path) -> None:
     code = "import torch\ndef build():\n    return torch.nn.BatchNorm1d(4)\n"
     (factories / "cli_only_norm.py").write_text(code)
@@ -319,6 +321,7 @@ def test_no_optimizer_has_no_state(run: Run) -> None:
     assert data["gradient_bytes"] == data["model_bytes"] > 0
 
 
+@pytest.mark.slow
 def test_dc_transformer_counts_tokens(run: Run) -> None:
     flags = "--microbatch 250 --checkpoint residual-1 --json"
     data = run("profile", "dc-transformer", *flags.split()).data
@@ -348,8 +351,8 @@ def test_accounting_device(run: Run) -> None:
 def test_the_device_takes_a_microbatch(run: Run) -> None:
     command = "profile wrn-10-1 --accounting device --json".split()
     whole, part = run(*command).data, run(*command, "--microbatch", "10").data
-    assert part["input_bytes"] == whole["input_bytes"] // 10
-    assert part["peak_bytes"] < whole["peak_bytes"]
+    assert part["input_bytes"] == whole["input_bytes"]  # all of it is there, a tenth runs at once
+    assert part["forward_activation_bytes"] < whole["forward_activation_bytes"] / 5
 
 
 @pytest.mark.usefixtures("factories")
@@ -463,9 +466,6 @@ MISTAKES = {
     "profile wrn-28-2 --device tpu": ("'tpu'", "cuda"),
     "profile wrn-28-2 --device cuda": ("of no device", "accounting 'device'"),
     "profile wrn-28-2 --accounting device --device tpu": ("'tpu'", "cuda"),
-    "profile wrn-28-2 --accounting device --precision fp16": ("fp16", "fundamental"),
-    "profile wrn-28-2 --accounting device --density 0.5": ("0.5", "fundamental"),
-    "profile wrn-28-2 --accounting device --checkpoint no-bn": ("no-bn", "fundamental"),
     "profile wrn-28-2 --input 2x3x32x32": ("wrn-28-2", "--batch"),
     "profile wrn-28-2 --loss cli_factories:square": ("wrn-28-2", "--batch"),
     "profile cli_factories:build --input 2x4 --checkpoint residual-2": ("residual-2", "every-M"),

@@ -114,15 +114,16 @@ def test_a_budget_is_planned_for(run, tmp_path):
     assert 0 < end["measured_peak_bytes"] <= 4_000_000
     resumed = [*SHORT, "--out", "a", "--resume", "--budget"]
     for other, said in (
-        (["4.01 MB"], "the run has a budget of 4,000,000 bytes that allows precision, not a"),
+        (["4.01 MB"], "the run has a budget of 4,000,000 bytes that allows near, not a"),
         (["4 MB", "--allow", "lossless"], "not a budget of 4,000,000 bytes that allows lossless"),
         (["nonsense"], "cannot read 'nonsense' as a size"),
-        (["4 MB", "--allow", "luck"], "cannot be allowed 'luck'"),
+        (["4 MB", "--allow", "luck"], "unknown `allow` option 'luck'"),
     ):
         status, _, err = run(*resumed, *other)
         assert status == 2 and said in err
 
 
+@pytest.mark.slow
 def test_a_budget_on_cuda_may_be_smaller_than_workspaces_that_training_does_not_have(monkeypatch):
     call, digits = Call("wrn-10-1", "digits", budget="30 MB"), load_task("digits")
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
@@ -185,6 +186,7 @@ def test_mistakes_are_one_line_and_status_2(run, monkeypatch, arguments, said):
     assert out == "" and len(err.strip().splitlines()) <= 2
 
 
+@pytest.mark.slow
 def test_stdout_has_the_summary_alone(tmp_path):
     """As a process: data on stdout, progress on stderr."""
     done = subprocess.run(

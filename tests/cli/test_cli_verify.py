@@ -123,7 +123,7 @@ def test_flags_reach_the_plan(run: Run) -> None:
     }
     assert (data["batch"], data["batch_unit"], data["optimizer"]) == (6, "examples", "adam")
     assert data["steps"] == 2
-    assert data["recomputation"]["found"] == "equal"
+    assert data["checkpointing"]["found"] == "equal"
     assert data["buffers"]["claimed"] == "lossy"
     for key in ("predicted_peak_bytes", "measured_peak_bytes", "plain_peak_bytes"):
         assert type(data[key]) is int
@@ -187,7 +187,7 @@ def test_status_one_where_the_loss_is_no_mean(run: Run) -> None:
     command = "verify verify_factories:words --input 6x3:int64 --loss verify_factories:total"
     ran = run(*command.split(), "--microbatch", "2")
     assert ran.status == 1
-    assert "no mean" in ran.said[1]
+    assert "not a mean" in ran.said[1]
 
 
 MISTAKES = {

@@ -18,13 +18,16 @@ needs_transformers = pytest.mark.skipif(
     find_spec("transformers") is None, reason="Hugging Face models need transformers"
 )
 # Small batches: real steps are what takes time here. benchmarks/profile_accuracy.py has them all.
+EVERY = 4
+"""One in so many of them is in the quick tests."""
 CASES = [
     pytest.param(
         architecture,
         optimizer,
         divisor,
         id=f"{name}-{optimizer}",
-        marks=[needs_transformers] * (name in HUGGINGFACE_NAMES),
+        marks=[needs_transformers] * (name in HUGGINGFACE_NAMES)
+        + [pytest.mark.slow] * (number % EVERY > 0),
     )
     for number, (name, architecture) in enumerate(ARCHITECTURES.items())
     for optimizer, divisor in [("sgd", 2), ("adam", 4)][: 1 + number % 2]

@@ -12,11 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from shoestring.memory.live.history import Block, blocks_at_peak
+from shoestring.memory.live.history import AllocatedBlock, blocks_at_peak
 from shoestring.memory.live.live import LiveBlock, LivePeak, describe, live_at_peak
 from shoestring.memory.live.measure import training_step
 from shoestring.memory.live.names import resident_names
-from shoestring.memory.live.watch import Watch
+from shoestring.memory.live.watch import OperationWatch
 from shoestring.trace.graph import Phase
 
 MIB = 2**20
@@ -119,7 +119,7 @@ class Net(nn.Module):
 def test_operations_are_known_by_module_and_phase() -> None:
     model, x = Net(), torch.randn(3, 4)
     with Allocator() as allocator:
-        watch = Watch(lambda: allocator.count)
+        watch = OperationWatch(lambda: allocator.count)
         with watch.following(model), watch:
             training_step(
                 model, x, lambda m, b: m(b).square().mean(), None, entering=watch.entering
@@ -139,7 +139,7 @@ def test_blocks_are_described_by_name_life_and_operation() -> None:
     outputs: list[int] = []
     model[1].register_forward_hook(lambda m, i, o: outputs.append(o.data_ptr()))
     with Allocator() as allocator:
-        watch = Watch(lambda: allocator.count)
+        watch = OperationWatch(lambda: allocator.count)
         with watch.following(model), watch:
             value = model(x).square().mean()
             watch.entering(Phase.BACKWARD)
@@ -153,7 +153,7 @@ def test_blocks_are_described_by_name_life_and_operation() -> None:
     def described(address: int, born: int, died: int | None) -> LiveBlock:
         frames = [{"filename": "/a/torch/nn/functional.py", "line": 1, "name": "relu"},
                   {"filename": "/home/net/model.py", "line": 7, "name": "forward"}]  # fmt: skip
-        made = Block(address, 100, 512, born, frames, died)
+        made = AllocatedBlock(address, 100, 512, born, frames, died)
         return describe(made, watch, names, gradients, allocator.count)
 
     relu = allocator.born[outputs[0]]

@@ -12,6 +12,7 @@ from architectures import ARCHITECTURES
 from shoestring.errors import InputError
 from shoestring.memory.live.measure import measure, training_step
 from shoestring.trace.fakes import make_optimizer
+from tiers import slow_but
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -140,22 +141,27 @@ def allocator_peaks(
 
 
 @pytest.mark.parametrize(
-    ("name", "batch_size"),
-    [
-        ("mlp", 256),
-        ("lenet", 128),
-        ("resnet18", 4),
-        ("convnext", 2),
-        ("transformer-encoder", 4),
-        ("lstm", 4),
-        ("checkpointed", 2),
-    ],
+    "case",
+    slow_but(
+        3,
+        [
+            ("mlp", 256),
+            ("lenet", 128),
+            ("lstm", 4),
+            ("resnet18", 4),
+            ("convnext", 2),
+            ("transformer-encoder", 4),
+            ("checkpointed", 2),
+        ],
+    ),
+    ids=str,
 )
-def test_the_allocator_agrees(name: str, batch_size: int) -> None:
+def test_the_allocator_agrees(case: tuple[str, int]) -> None:
     """Equal but for the scratch of convolutions, which no storage outlives.
 
     Within 0.2%: recomputation keeps random states that no operation makes, 5 kB a block.
     """
+    name, batch_size = case
     architecture = ARCHITECTURES[name]
     torch.manual_seed(0)
     model, batch = architecture.build(), architecture.batch(batch_size)

@@ -369,3 +369,15 @@ def test_layers_without_residual_connections_are_a_block_each() -> None:
 
 def test_no_repeated_layers_no_blocks() -> None:
     assert graph_between(torch.relu).blocks == 0
+
+
+def test_the_example_of_the_module() -> None:
+    """Two linear layers with a ReLU between them: the table at the top of memory/nodes.py."""
+    model = nn.Sequential(nn.Linear(4, 8, bias=False), nn.ReLU(), nn.Linear(8, 2, bias=False))
+    graph = graph_of(model, torch.randn(3, 4))
+    bits = graph.nodes[1].record
+    assert [node.name for node in graph.nodes] == ["aten.mm", "aten.relu", "aten.mm", "aten.sum"]
+    assert [(g.of, g.reads) for node in graph.nodes for g in node.gradients] == [
+        (0, (2,)), (3, (bits,)), (1, (4,)), (4, ()), (5, ()),
+    ]  # fmt: skip
+    assert graph.key_bytes == {0: 0, 1: 0, 2: 48, 3: 96, 4: 96, bits: 3, 5: 24, 6: 4}

@@ -8,7 +8,6 @@ from torch import nn
 from shoestring.memory.cuda.calibrate import _measured, learn_convolutions
 from shoestring.memory.cuda.convolutions import _channels_last, convolution, convolutions
 from shoestring.memory.cuda.cudnn import (
-    DROPOUT_STATE_BYTES,
     KINDS,
     ConvolutionShape,
     ConvolutionTable,
@@ -17,12 +16,14 @@ from shoestring.memory.cuda.cudnn import (
 )
 from shoestring.memory.cuda.operands import Operands
 from shoestring.memory.cuda.reductions import reduction_bytes
-from shoestring.memory.cuda.workspaces import CUBLAS_BYTES, CUBLAS_LT_BYTES, persistent, temporaries
+from shoestring.memory.cuda.workspaces import persistent, temporaries
 from shoestring.memory.device import device_timeline
 from shoestring.trace.capture import capture
 from shoestring.trace.graph import Role
 
 TABLE = ConvolutionTable.shipped()
+CUBLAS_BYTES, CUBLAS_LT_BYTES = 32 * 2**20, 2**20
+DROPOUT_STATE_BYTES = 132 * 48 * 2**10
 
 
 @pytest.fixture(autouse=True)

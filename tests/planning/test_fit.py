@@ -21,6 +21,7 @@ from shoestring.planning.fit import fit
 from shoestring.planning.result import BudgetPlan
 from shoestring.step.holding import out_of_memory
 from techniques.small_models import SMALL
+from tiers import slow_but
 
 SOURCE = Path(__file__).parents[2] / "src"
 
@@ -123,6 +124,7 @@ def test_a_step_that_passes_its_budget_says_so_and_tightens() -> None:
     step(batch)
 
 
+@pytest.mark.slow
 def test_longer_batches_get_a_plan_of_their_own() -> None:
     """For the same budget: what fits them need not be lossier."""
     torch.manual_seed(0)
@@ -183,6 +185,7 @@ def test_a_planned_step_out_of_memory_did_not_happen() -> None:
     step(batch)
 
 
+@pytest.mark.slow
 def test_nothing_tighter_is_left() -> None:
     model, batch, loss = residual()
     refusing = Refusing(loss, set(range(2, 99)))
@@ -239,7 +242,7 @@ LIMITED = """
     import resource, sys, warnings
     import torch
     import shoestring as ss
-    from shoestring.memory.measure import training_step
+    from shoestring.memory.live.measure import training_step
     from shoestring.lab.models import builtin
 
     # Large blocks come from the kernel and go back to it, so the limit counts what is live.
@@ -270,7 +273,7 @@ LIMITED = """
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's /proc")
-@pytest.mark.parametrize("how", ["plain", "plan", "fit"])
+@pytest.mark.parametrize("how", slow_but(1, ["fit", "plain", "plan"]))
 def test_under_a_limit_of_the_kernel(how: str) -> None:
     """RLIMIT_DATA at 0.72 of the plain peak: plain training fails, a plan for half runs, and fit,
     which planned for 0.9, tightens until it does."""
@@ -303,12 +306,14 @@ def test_enforced_on_cuda() -> None:
     data = tuple(t.repeat(256, *[1] * (t.dim() - 1)).cuda() for t in batch)
     plain = ss.measure(copy.deepcopy(model), data, loss=loss, optimizer="sgd").peak_bytes
     torch.cuda.empty_cache()
+    budget = int(0.9 * plain)
     try:
-        step = fit(
-            model, data, loss=loss, optimizer=sgd(model), budget=int(0.9 * plain), enforce=True
-        )
-        for _ in range(4):
-            step(data)
+        step = fit(model, data, loss=loss, optimizer=sgd(model), budget=budget, enforce=True)
+        torch.cuda.reset_peak_memory_stats()
+        losses = [float(step(data)) for _ in range(4)]
+        assert torch.cuda.max_memory_reserved() <= budget < plain
+        assert losses[-1] < losses[0]
+        with pytest.raises(torch.cuda.OutOfMemoryError):  # the allocator gives out no more
+            torch.empty(budget, dtype=torch.uint8, device="cuda")
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    assert torch.cuda.max_memory_allocated() > 0

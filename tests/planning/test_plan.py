@@ -107,7 +107,7 @@ def test_twice_the_same_technique() -> None:
 
 def test_what_is_no_technique() -> None:
     given: Any = ["fp16"]
-    with pytest.raises(InputError, match="'fp16' is no technique"):
+    with pytest.raises(InputError, match="'fp16' is not a technique"):
         Plan.of(given)
 
 
@@ -139,7 +139,7 @@ def test_a_file_that_is_no_plan(text: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [(b"{", "is damaged"), (b"\xff\xfe{}", "is damaged"), (b"[1, 2]", "is no table")],
+    [(b"{", "is damaged"), (b"\xff\xfe{}", "is damaged"), (b"[1, 2]", "is not a table")],
 )
 def test_a_json_file_that_is_no_plan(content: bytes, said: str, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"

@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import shoestring as ss
 from shoestring.planning.cost import NOMINAL
 from shoestring.planning.planner import Planner
+from tiers import slow_but
 
 BATCH = torch.randn(4, 192)
 
@@ -27,7 +28,7 @@ def planner(model: nn.Module, optimizer: Any, device: str = "cpu", **more: Any) 
     return Planner(model, BATCH, loss=loss, optimizer=optimizer, device=device, costs=costs, **more)
 
 
-@pytest.mark.parametrize("name", ["Muon", "Adafactor", "Rprop"])
+@pytest.mark.parametrize("name", slow_but(1, ["Adafactor", "Muon", "Rprop"]))
 def test_updates_of_whole_tensors_in_16_bits_hold(name: str) -> None:
     """They do not cut tensors, and Adafactor's state has other shapes."""
     model = deep()
@@ -56,9 +57,10 @@ def test_a_model_that_cannot_train_in_16_bits_is_planned_without() -> None:
     optimizer = torch.optim.Rprop(model.parameters())
     planned = planner(model, optimizer)
     update = planned.estimates._update((ss.Precision("bf16"),))
-    assert 0 < update.gradient_bytes < planned.estimates._update(()).gradient_bytes
+    assert 0 < update.gradient_bytes <= planned.estimates._update(()).gradient_bytes
 
 
+@pytest.mark.slow
 def test_kernels_on_cuda_need_no_copies() -> None:
     with FakeTensorMode():
         model = deep()

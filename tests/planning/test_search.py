@@ -142,6 +142,7 @@ def planner(wide_resnet) -> Planner:  # type: ignore[no-untyped-def]
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_time_grows_as_the_budget_falls(planner: Planner) -> None:
     """Nothing sparse, and each slower than the one before."""
     found = [planner.plan(int(float(size) * 1e6)) for size in BUDGETS]

@@ -99,6 +99,7 @@ def assert_same(expected: dict[str, Any], given: dict[str, Any], tolerance: floa
         assert relative_error([(a[k], b[k]) for k in a]) < tolerance, part.__name__
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", SAME, ids=" ".join)
 def test_two_ranks_train_as_one_process(found: list[Any], case: tuple[str, ...]) -> None:
     parallel, model, plan, optimizer = case
@@ -116,6 +117,7 @@ def test_two_ranks_train_as_one_process(found: list[Any], case: tuple[str, ...])
         assert rewiring["rewirings"] == 3 and rewiring["rewired"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_small_gradients_added_together(found: list[Any], kind: str) -> None:
     made = found[0][f"small gradients {kind}"]
@@ -125,11 +127,13 @@ def test_small_gradients_added_together(found: list[Any], kind: str) -> None:
         assert torch.equal(tensor, together["state"]["model"][name]), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_weights_that_lie_channels_last(found: list[Any], kind: str) -> None:
     assert_same(channels_last(None), found[0][f"channels last {kind}"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_gradients_are_synchronised_once_a_step(found: list[Any], kind: str) -> None:
     """As often for one rank's three microbatches as for a whole share at once."""
@@ -146,6 +150,7 @@ def test_gradients_are_synchronised_once_a_step(found: list[Any], kind: str) -> 
             assert parts["summed"] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_an_overflow_on_one_rank_skips_on_all(found: list[Any], kind: str) -> None:
     first, second = (result[f"overflow {kind}"] for result in found)
@@ -156,6 +161,7 @@ def test_an_overflow_on_one_rank_skips_on_all(found: list[Any], kind: str) -> No
     assert not all(torch.equal(kept[k], last[k]) for k in kept)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, plan", CROSSED)
 def test_a_state_goes_from_two_ranks_to_one(found: list[Any], kind: str, plan: str) -> None:
     begun = found[0][f"begin {kind} {plan}"]
@@ -165,6 +171,7 @@ def test_a_state_goes_from_two_ranks_to_one(found: list[Any], kind: str, plan: s
     assert_same(alone("tied", plan), {**rest, "losses": begun["losses"] + rest["losses"]})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, plan", CROSSED)
 def test_a_state_goes_from_one_rank_to_two(found: list[Any], kind: str, plan: str) -> None:
     expected = alone("tied", plan)
@@ -172,21 +179,25 @@ def test_a_state_goes_from_one_rank_to_two(found: list[Any], kind: str, plan: st
     assert_same({**expected, "losses": expected["losses"][STEPS // 2 :]}, given)
 
 
+@pytest.mark.slow
 def test_all_ranks_start_from_the_first_ones_weights(found: list[Any]) -> None:
     assert_same(alone("mlp", "plain"), found[1]["other_weights_at_first"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("job", ["parts_of_their_own", "parts_of_their_own_sharded"])
 def test_unequal_parts_weigh_what_they_have(found: list[Any], job: str) -> None:
     assert_same(alone("mlp", "microbatched"), found[0][job])
 
 
+@pytest.mark.slow
 def test_a_loss_averaged_over_units(found: list[Any]) -> None:
     step = make("mlp", "plain")
     assert [int(units(b)) for b in with_padding(1)] == [4]
     assert_same(trained(step, with_padding()), found[0]["averaged_over_tokens"])
 
 
+@pytest.mark.slow
 def test_running_statistics_become_the_mean_of_the_ranks(found: list[Any]) -> None:
     first, second = (result["statistics"] for result in found)
     assert not torch.equal(first["own"], second["own"])
@@ -194,6 +205,7 @@ def test_running_statistics_become_the_mean_of_the_ranks(found: list[Any]) -> No
     assert torch.equal(first["mean"], second["mean"])
 
 
+@pytest.mark.slow
 def test_a_transformed_model_in_pytorchs_own_ddp(found: list[Any]) -> None:
     small = SMALL["tied"]
     torch.manual_seed(0)
@@ -203,6 +215,7 @@ def test_a_transformed_model_in_pytorchs_own_ddp(found: list[Any]) -> None:
     assert_same(trained(step, batches("tied")), found[0]["wrapped_by_hand"])
 
 
+@pytest.mark.slow
 def test_what_cannot_be_shared_is_refused_on_all_ranks(found: list[Any]) -> None:
     for result in found:
         refused = result["refusals"]
@@ -215,6 +228,7 @@ def test_what_cannot_be_shared_is_refused_on_all_ranks(found: list[Any]) -> None
         assert "rewired their sparse weights differently" in result["other_pattern"]["error"]
 
 
+@pytest.mark.slow
 def test_a_stopped_run_of_two_ranks_goes_on_to_the_bit(found: list[Any], place: Path) -> None:
     whole, parts = (snapshot.load_latest(place / name)[0] for name in ("whole", "parts"))
     assert whole is not None and parts is not None
@@ -230,11 +244,13 @@ def test_a_stopped_run_of_two_ranks_goes_on_to_the_bit(found: list[Any], place: 
     assert events[0] == events[1] and events[0][0]["event"] == "start"
 
 
+@pytest.mark.slow
 def test_all_ranks_stop_after_the_same_update(found: list[Any]) -> None:
     said = "TrainingStopped: stopped by SIGTERM after update 2 of 59"
     assert all(result["told_to_stop"]["error"].startswith(said) for result in found)
 
 
+@pytest.mark.slow
 def test_what_one_rank_finds_stops_all(found: list[Any], place: Path) -> None:
     for result in found:
         assert "holds a run already" in result["folder_in_use"]["error"]
@@ -242,6 +258,7 @@ def test_what_one_rank_finds_stops_all(found: list[Any], place: Path) -> None:
     assert snapshot.found(place / "broken") == []
 
 
+@pytest.mark.slow
 def test_ranks_draw_different_numbers_and_feed_their_own_examples(found: list[Any]) -> None:
     first, second = (result["streams"] for result in found)
     assert not torch.equal(first["drawn"], second["drawn"])

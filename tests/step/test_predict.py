@@ -17,6 +17,7 @@ from shoestring.lab.tasks.token_batches import Shape, TextFeed
 from shoestring.step.predict import predict_step
 from shoestring.trace.cuda import CudaKernels
 from shoestring.trace.fakes import make_optimizer
+from tiers import slow_but
 
 ROOT = Path(__file__).parents[2]
 LEAN = [Precision("fp16"), Checkpointing("residual-2*")]
@@ -60,9 +61,10 @@ def test_a_run_with_simulated_microbatches(no_workspaces):
 
 
 @pytest.mark.parametrize(
-    ("density", "size"), [(1, 100), (1, 10), (0.3, 10), (0.2, 10), (0.2, 4), (0.1, 4)]
+    "row", slow_but(1, [(1, 100), (1, 10), (0.3, 10), (0.2, 10), (0.2, 4), (0.1, 4)])
 )
-def test_a_step_of_the_benchmark(no_workspaces, density, size):
+def test_a_step_of_the_benchmark(no_workspaces, row):
+    density, size = row
     text = (ROOT / "benchmarks/results/measured_memory_h200.json").read_text()
     rows = {row["name"]: row["peak_bytes"] for row in json.loads(text)["rows"]}
     measured = rows[f"density {density} microbatch {size}, channels_last"]
@@ -92,6 +94,7 @@ def test_a_planned_step_to_a_thousandth(monkeypatch, plan):
     assert step.peak_bytes == pytest.approx(measured, rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_a_run_on_text(no_workspaces, precision):
     runs = [read(folder) for folder in (ROOT / "results/translation/multi30k/runs").glob("*seed0*")]

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from shoestring.step.rates import Rates
+from shoestring.techniques import Precision
+from shoestring.techniques.base import Setup
 
 CPU = torch.device("cpu")
 
@@ -18,10 +20,19 @@ def optimizer(kind: Any, **settings: Any) -> torch.optim.Optimizer:
     return made
 
 
+def rates_of(made: torch.optim.Optimizer, precision: str) -> Rates:
+    """As a step by this precision has them."""
+    model = torch.nn.ParameterList(p for group in made.param_groups for p in group["params"])
+    setup = Setup(model, made, lambda b: b, lambda b: (), lambda v: None, lambda: None)
+    if precision != "fp32":
+        Precision(precision).apply(setup)
+    return Rates(setup)
+
+
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])
 def test_a_scheduler_moves_the_same_tensor(kind: Any) -> None:
     made = optimizer(kind)
-    rates, schedule = Rates(made, "fp16"), torch.optim.lr_scheduler.ExponentialLR(made, 0.5)
+    rates, schedule = rates_of(made, "fp16"), torch.optim.lr_scheduler.ExponentialLR(made, 0.5)
     seen = []
     for _ in range(3):
         with rates.on_device(CPU):
@@ -47,13 +58,13 @@ def test_a_scheduler_moves_the_same_tensor(kind: Any) -> None:
 )
 def test_updates_that_read_numbers_get_numbers(kind: Any, precision: str, settings: Any) -> None:
     made = optimizer(kind, **settings)
-    with Rates(made, precision).on_device(CPU):
+    with rates_of(made, precision).on_device(CPU):
         assert [group["lr"] for group in made.param_groups] == [0.1, 0.2]
 
 
 def test_an_error_leaves_numbers() -> None:
     made = optimizer(torch.optim.Adam)
-    with pytest.raises(KeyError), Rates(made, "fp16").on_device(CPU):
+    with pytest.raises(KeyError), rates_of(made, "fp16").on_device(CPU):
         raise KeyError
     assert [group["lr"] for group in made.param_groups] == [0.1, 0.2]
 
@@ -61,6 +72,6 @@ def test_an_error_leaves_numbers() -> None:
 def test_a_rate_that_is_a_tensor_already_stays() -> None:
     made, rate = optimizer(torch.optim.Adam), torch.tensor(0.3)
     made.param_groups[0]["lr"] = rate
-    with Rates(made, "fp16").on_device(CPU):
+    with rates_of(made, "fp16").on_device(CPU):
         assert made.param_groups[0]["lr"] is rate
     assert made.param_groups[0]["lr"] is rate

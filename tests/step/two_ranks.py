@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoestring.errors import ShoestringError, UnprovenWarning
 from shoestring.lab.runs.loop import train
-from shoestring.lab.runs.settings import Settings, settings_for
+from shoestring.lab.runs.settings import ImageSettings, settings_for
 from shoestring.lab.runs.trainer import Trainer
 from shoestring.lab.tasks import ImageTask, load_task
 from shoestring.step.apply import apply
@@ -290,7 +290,7 @@ def begin(parallel: str, plan: str) -> dict[str, Any]:
     return trained(make("tied", plan, parallel=parallel), batches("tied")[: STEPS // 2])
 
 
-def settings(**others: Any) -> tuple[Settings, ImageTask]:
+def settings(**others: Any) -> tuple[ImageSettings, ImageTask]:
     """A small run on digits whose updates are too few for rounding to grow."""
     task = load_task("digits", folder=None, split="test", seed=0)
     given = {"epochs": 1, "batch": 24, "seed": 1, "learning_rate": 0.02, **others}

@@ -85,7 +85,13 @@ def cases() -> Iterator[Any]:
 
 
 def case(name: str, settings: tuple[str, ...], optimizer: str) -> Any:
-    return pytest.param(name, settings, optimizer, id="-".join((name, *settings, optimizer)))
+    """All of the quick models are quick; of the others, each setting once."""
+    slow = name in ("transformer", "tied") and (optimizer == "adam" or len(settings) > 1)
+    slow |= name == "residual" and optimizer == "adam"
+    slow |= name == "tied" and settings[0] not in ("density 0.3", "residual-2*")
+    marks = [pytest.mark.slow] * slow
+    identity = "-".join((name, *settings, optimizer))
+    return pytest.param(name, settings, optimizer, id=identity, marks=marks)
 
 
 def technique(setting: str, name: str) -> Technique:

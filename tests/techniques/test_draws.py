@@ -14,7 +14,7 @@ from shoestring.step.apply import apply
 from shoestring.step.step import Step
 from shoestring.techniques import Checkpointing, Microbatching
 from shoestring.techniques.checkpointing.regions import region
-from shoestring.techniques.draws import Places, Starts, followed_by, follower
+from shoestring.techniques.draws import RngRecorder, RngReplay, observed_by, observer
 from techniques.small_models import SMALL
 
 
@@ -51,20 +51,20 @@ def test_the_places_of_one_step_serve_the_next(strategy: str, microbatch: int) -
 
     placed, _ = started(strategy, microbatch)
     torch.manual_seed(3)
-    starts = Starts(position)
-    with followed_by(starts):
+    starts = RngRecorder(position)
+    with observed_by(starts):
         assert torch.equal(placed(batch), wanted[0][0])
-    again = Starts(position)  # where they are in the second step, as its base moved
+    again = RngRecorder(position)  # where they are in the second step, as its base moved
     probe, _ = started(strategy, microbatch)
     torch.manual_seed(3)
     probe(batch)
-    with followed_by(again):
+    with observed_by(again):
         probe(batch)
     assert [s is None for s in starts.found] == [s is None for s in again.found]
     assert any(again.found)
     torch.set_rng_state(wanted[0][1][-1])
-    places = Places(again.found, at)
-    with followed_by(places):
+    places = RngReplay(again.found, at)
+    with observed_by(places):
         assert torch.equal(placed(batch), wanted[1][0])
     assert places.all_used
     for one, other in zip(state(placed), wanted[1][1], strict=True):
@@ -73,7 +73,7 @@ def test_the_places_of_one_step_serve_the_next(strategy: str, microbatch: int) -
 
 def test_without_its_places_recomputation_draws_other_numbers() -> None:
     layer, gradients = nn.Dropout(0.5), []
-    for chosen in (nullcontext(), followed_by(Places([None], at))):
+    for chosen in (nullcontext(), observed_by(RngReplay([None], at))):
         torch.manual_seed(0)
         x = torch.ones(1000, requires_grad=True)
         with chosen:
@@ -83,22 +83,22 @@ def test_without_its_places_recomputation_draws_other_numbers() -> None:
 
 
 def test_a_region_that_draws_nothing_has_no_place() -> None:
-    starts, layer = Starts(position), nn.Tanh()
+    starts, layer = RngRecorder(position), nn.Tanh()
     x = torch.ones(3, requires_grad=True)
-    with followed_by(starts):
+    with observed_by(starts):
         region(lambda y: layer(y).exp(), layer, x).sum().backward()
-    assert starts.found == [None] and follower() is None
+    assert starts.found == [None] and observer() is None
 
 
 def test_more_recomputation_than_was_noted_is_an_error() -> None:
     layer = nn.Tanh()
-    with followed_by(Places([], at)):
+    with observed_by(RngReplay([], at)):
         out = region(lambda y: layer(y).exp(), layer, torch.ones(3, requires_grad=True))
         with pytest.raises(RuntimeError, match="recomputes more often"):
             out.sum().backward()
 
 
-def test_an_error_leaves_nobody_following() -> None:
-    with pytest.raises(KeyError), followed_by(Starts(position)):
+def test_an_error_leaves_nobody_observers() -> None:
+    with pytest.raises(KeyError), observed_by(RngRecorder(position)):
         raise KeyError
-    assert follower() is None
+    assert observer() is None

@@ -2,36 +2,51 @@
 
 from contextlib import nullcontext
 
+import pytest
 import torch
+from torch import nn
 
 from shoestring import Checkpointing, Microbatching, Plan, Precision, Sparsity
 from shoestring.lab.models import builtin
 from shoestring.step import predict
-from shoestring.trace.passes import memory_alone, passes
+from shoestring.trace.passes import passes, peak_only
+from tiers import slow_but
 
 
-def test_all_of_a_loop_but_where_memory_alone_is_asked_for():
+def test_all_of_a_loop_but_where_peak_only_is_asked_for():
     assert [*passes(range(5))] == [0, 1, 2, 3, 4]
-    with memory_alone(), memory_alone():
+    with peak_only(), peak_only():
         assert [*passes(range(5))] == [0, 4]
         assert [*passes(range(2))] == [0, 1] and [*passes(range(0))] == []
     assert [*passes(range(5))] == [0, 1, 2, 3, 4]
 
 
-def test_a_predicted_peak_is_that_of_all_passes(monkeypatch):
+def linear():
+    """Weights of three chunks each, and four microbatches."""
+    model = nn.Sequential(nn.Linear(300, 300), nn.ReLU(), nn.Linear(300, 300), nn.ReLU())
+    parts = [Sparsity(0.5), Precision("fp16"), Checkpointing("every-2"), Microbatching(2)]
+    return model, torch.randn(8, 300), lambda m, x: m(x).mean(), parts
+
+
+def transformer():
     known = builtin("dc-transformer-tiny")
-    model, batch = known.build(), known.batch(250)
-    optimizer = torch.optim.Adam(model.parameters())
     parts = [
         Sparsity(0.5), Precision("fp16"), Checkpointing("residual-1"),
         Microbatching(125, unit="tokens"),
     ]  # fmt: skip
+    return known.build(), known.batch(250), known.loss, parts
+
+
+@pytest.mark.parametrize("made", slow_but(1, [linear, transformer]))
+def test_a_predicted_peak_is_that_of_all_passes(made, monkeypatch):
+    model, batch, loss, parts = made()
+    optimizer = torch.optim.Adam(model.parameters())
 
     def predicted():
         return predict.predict_step(
-            Plan.of(parts), model, batch, loss=known.loss, optimizer=optimizer
+            Plan.of(parts), model, batch, loss=loss, optimizer=optimizer
         ).peak_bytes
 
     short = predicted()
-    monkeypatch.setattr(predict, "memory_alone", nullcontext)
+    monkeypatch.setattr(predict, "peak_only", nullcontext)
     assert predicted() == short

@@ -546,3 +546,23 @@ def test_an_unknown_operation_without_a_gradient_is_not_named() -> None:
 def test_the_fallback_keeps_everything() -> None:
     assert Rule({"*": ("*",)}, FALLBACK.reason) == FALLBACK
     assert FALLBACK.flow is Flow.FRESH and not FALLBACK.elementwise and not FALLBACK.cheap
+
+
+def test_a_view_in_place_is_a_view() -> None:
+    """It changes how a tensor is read: nothing is written, kept or named as unknown."""
+
+    class Turned(nn.Module):
+        def __init__(self, in_place: bool) -> None:
+            super().__init__()
+            self.layer, self.in_place = nn.Linear(6, 6), in_place
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.layer(x)
+            y = y.transpose_(0, 1).unsqueeze_(0) if self.in_place else y.transpose(0, 1)[None]
+            return y.exp()
+
+    both = [
+        profile(Turned(kind), torch.randn(6, 6), loss=lambda m, x: m(x).sum(), optimizer="sgd")
+        for kind in (False, True)
+    ]
+    assert both[0].peak_bytes == both[1].peak_bytes

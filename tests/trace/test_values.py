@@ -15,6 +15,7 @@ from shoestring.step.trace_step import capture_step
 from shoestring.techniques.plan import Plan
 from shoestring.trace.capture import capture
 from shoestring.trace.fakes import fake_batch
+from tiers import slow_but
 
 # -- questions ---------------------------------------------------------------------------------
 
@@ -117,7 +118,7 @@ def loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("mask", ["none", "ones", "padded"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", slow_but(2, MODELS))
 def test_masks_are_those_of_training(name: str, mask: str) -> None:
     model, batch = build(name), batch_of(mask)
     optimizer = torch.optim.AdamW(model.parameters())

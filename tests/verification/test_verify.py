@@ -155,6 +155,7 @@ class Drops(nn.Module):
         return x if torch.rand(()) < 0.5 else x + self.inner(x)
 
 
+@pytest.mark.slow
 def test_a_peak_that_is_drawn_is_not_judged() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 32), *(Drops() for _ in range(6)))
@@ -242,6 +243,7 @@ def test_a_model_that_cannot_be_traced_is_compared_all_the_same() -> None:
     assert found.predicted_peak_bytes is None and "not predicted" in str(found)
 
 
+@pytest.mark.slow
 def test_caches_of_keys_do_not_tell_plain_and_planned_apart() -> None:
     """With one, T5 adds in another order; blocks that run again have none."""
     transformers = pytest.importorskip("transformers")
@@ -410,6 +412,7 @@ def test_bounds_can_be_set() -> None:
     assert not verify([Sparsity(0.5)], model, [batch], lossy=1e-3, **given).ok
 
 
+@pytest.mark.slow
 def test_nothing_that_was_given_is_changed() -> None:
     small = SMALL["transformer"]
     torch.manual_seed(0)
@@ -502,6 +505,7 @@ def test_infinite_parameters_are_never_what_was_claimed() -> None:
     assert not unproven.ok
 
 
+@pytest.mark.slow
 def test_tf32_set_by_its_newer_name_stays_as_it_was() -> None:
     """PyTorch refuses to read the older name then; in a process of its own, since it stays so."""
     code = """

@@ -17,6 +17,7 @@ from rich.table import Table
 
 from ..errors import InputError, ShoestringError, render
 from ..progress import working
+from ..torch_private.fake_tensors import LOGGER
 from ..units import format_count, format_flops, format_size
 from ..version import __version__
 from . import study_verbs as study_verbs
@@ -293,7 +294,9 @@ app.command(epilog=study_verbs.REPORT_EXAMPLES)(study_verbs.report)
 def show_profile(settings: dict[str, Any], plan: str, result: Any) -> None:
     """A table by category, the largest modules, and the instant of the peak."""
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 100)
-    what = [f"{settings['batch']} {settings['batch_unit']}", str(settings["optimizer"]), plan]
+    what = [f"{settings['batch']} {settings['batch_unit']}", str(settings["optimizer"])]
+    if plan != "plain":
+        what.append(plan)
     console.print(
         f"[bold]{settings['model']}[/bold] · {escape(' · '.join(what))}\n"
         f"{format_count(result.parameters)} parameters, "
@@ -335,7 +338,7 @@ def main() -> NoReturn:
     if isinstance(sys.stdout, TextIOWrapper):  # a path may have bytes that are no text
         sys.stdout.reconfigure(errors="backslashreplace")
     # It logs a traceback of its own for every error that is then raised and shown as one line.
-    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
+    logging.getLogger(LOGGER).setLevel(logging.CRITICAL)
     status = None
     try:
         status = app(standalone_mode=False)  # an early exit, such as --version, returns its status

@@ -65,7 +65,8 @@ def with_technique_flags(command: Command) -> Command:
     @functools.wraps(command)
     def called(**given: Any) -> None:
         named = {name: given.pop(name) for name in flags()}
-        command(**given, techniques={n: v for n, v in named.items() if v not in (None, False)})
+        chosen = {n: v for n, v in named.items() if v is not None and v is not False}
+        command(**given, techniques=chosen)
 
     called.__signature__ = plain.replace(parameters=parameters)  # type: ignore[attr-defined]
     called.__annotations__ = {p.name: p.annotation for p in parameters}

@@ -38,12 +38,16 @@ def train(
     data: Annotated[
         str,
         typer.Option(
-            help="digits, cifar10, number_words, multi30k, iwslt14, europarl160k, or a folder of "
-            "aligned text."
+            help="digits, cifar10, number_words, multi30k, iwslt14, europarl160k, a folder "
+            "with images.npz, or a folder of aligned text."
         ),
     ],
     data_dir: Annotated[
         str | None, typer.Option(help="Folder of the data; by default $SHOESTRING_DATA.")
+    ] = None,
+    input: Annotated[
+        str | None,
+        typer.Option(help="Bring images to this shape, 1x28x28: channels, height, width."),
     ] = None,
     split: Annotated[
         str, typer.Option(help="What is evaluated: test, or validation out of the training set.")
@@ -60,7 +64,7 @@ def train(
             "--set", help="Another setting, 'sparsity.fraction_multiplier=2'; repeatable."
         ),
     ] = None,
-    epochs: Annotated[int | None, typer.Option(help="By default the recipe's.")] = None,
+    epochs: Annotated[int | None, typer.Option(help="By default that of the data.")] = None,
     updates: Annotated[
         int | None, typer.Option(help="Length of a training on text, in place of epochs.")
     ] = None,
@@ -69,7 +73,9 @@ def train(
         float | None, typer.Option(help="The largest learning rate; by default tuned.")
     ] = None,
     warmup: Annotated[int | None, typer.Option(help="Text: updates of rising rates.")] = None,
-    dropout: Annotated[float | None, typer.Option(help="Text: by default the recipe's.")] = None,
+    dropout: Annotated[
+        float | None, typer.Option(help="Text: by default that of the data.")
+    ] = None,
     average: Annotated[
         int | None, typer.Option(help="Text: last epochs whose weights are averaged.")
     ] = None,
@@ -132,6 +138,7 @@ def train(
             model=model,
             data=data,
             data_dir=data_dir,
+            input=input,
             split=split,
             plan=plan,
             budget=budget,

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..devices import gpu
 from ..trace.fakes import is_fake
 from . import launched
 
@@ -19,14 +20,20 @@ WIDE = 128
 """Channels of a tile at most."""
 SHARES = 64
 """Programs at most over which a sum is split; each reader adds up as many."""
-READERS = 264
-"""Programs at most that read the shares."""
-PROGRAMS = 2112
-"""Programs at most over all channels where each has its own: they fill 132 processors twice."""
 WARPS = 8
 _MOST_CHANNELS = 2**16 - 1  # programs on the second axis of a grid
 
 Running = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def readers() -> int:
+    """Programs at most that read the shares: two for each processor."""
+    return 2 * gpu().multiprocessors
+
+
+def programs() -> int:
+    """Programs at most over all channels where each has its own: they fill processors twice."""
+    return 16 * gpu().multiprocessors
 
 
 def inner(x: torch.Tensor) -> int | None:
@@ -61,7 +68,7 @@ class _Sizes:
         tall = min(TILE // halves // wide, _power_of_two(self.rows))
         self._blocks = _parts(self.channels, wide)
         self._tiles = _parts(self.rows, tall)
-        self._most = READERS if beside == 1 else _parts(PROGRAMS, self._blocks * groups)
+        self._most = readers() if beside == 1 else _parts(programs(), self._blocks * groups)
         self._settings = {
             "ROWS": tall,
             "CHANNELS": wide,
@@ -124,7 +131,7 @@ def normalise(
     """
     sizes = _Sizes(x, found.shape[0])
     out = torch.empty_like(x)
-    grid, settings = sizes.split(READERS)
+    grid, settings = sizes.split(readers())
     first = partial is not None
     mean, var, counter = (found, found, found) if running is None else running
     _launch(
@@ -161,7 +168,7 @@ def gradients(
         RECTIFY=rectify, **settings,
     )  # fmt: skip
     sums, out = sizes.room(x), torch.empty_like(x)
-    grid, settings = sizes.split(READERS)
+    grid, settings = sizes.split(readers())
     _launch(
         "gradient", grid, [out, sums],
         x, grad, found, weight, bias, partial, sums, out,

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..techniques.sparsity.index import COARSE, FINE
+from .bitmask_counts import COARSE, FINE
 
 BLOCK = 1024
 

@@ -13,13 +13,13 @@ import torch
 import triton
 import triton.language as tl
 
+from ..devices import gpu
+
 TILE = 2048
 """Elements a program sums at once, where there is work for all processors."""
 SMALL_TILE = 512
 UNROLL = tl.constexpr(4)
 """Taps whose loads are under way at once. All 31 would make compiling take many times as long."""
-PROGRAMS = 264
-"""Two for each processor of a large GPU; with fewer programs than that tiles are small."""
 
 
 @triton.jit
@@ -95,7 +95,7 @@ def _launch(x: torch.Tensor, weights: torch.Tensor) -> tuple[tuple[int, int], di
     (batch, time, width), (heads, taps) = x.shape, weights.shape[2:]
     lanes = triton.next_power_of_2(width // heads)
     rows = max(TILE // lanes, 1)
-    if batch * triton.cdiv(time, rows) * heads < PROGRAMS:
+    if batch * triton.cdiv(time, rows) * heads < 2 * gpu().multiprocessors:  # too few programs
         rows = max(SMALL_TILE // lanes, 1)
     settings = {
         "HEADS": heads,

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from ..errors import needs_extra
 from ..techniques import Checkpointing, Microbatching, Precision, Sparsity
 from ..techniques.plan import Plan
 from ..units import format_size
@@ -90,10 +91,11 @@ def table(ends: dict[str, Event]) -> str:
 
 def plot(ends: dict[str, Event], curves: dict[str, list[Event]], path: Path) -> None:
     """Accuracy by epoch, and predicted beside measured peaks."""
-    import matplotlib
+    with needs_extra("lab", "matplotlib", "the demo"):
+        import matplotlib
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
     for name, events in curves.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,12 +13,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from ..errors import InputError
 from ..techniques.plan import Plan, from_flags
+from ..torch_private.dispatch import TorchDispatchMode
+from ..torch_private.fake_tensors import FakeTensorMode
+from ..torch_private.trees import tree_leaves
 from .models import builtin
 
 _TYPES = {
@@ -152,24 +153,9 @@ def _imported(
         raise InputError("two inputs have the same name", hint="give every input its own name")
     size = batch if batch is not None else specs[0].shape[0]
     with _importing_from_here():
-        factory = _load(name)
         loss_function = default_loss if loss is None else _load(loss, "function")
     with nullcontext() if real else _building():
-        try:
-            with _importing_from_here():  # a factory may import what lies beside it
-                model = factory()
-        except InputError:
-            raise
-        except (Exception, SystemExit) as error:
-            raise InputError(
-                f"{name} raised {type(error).__name__}: {first_line(error)}",
-                hint="the factory is called without arguments and returns a torch.nn.Module",
-            ) from error
-        if not isinstance(model, nn.Module):
-            raise InputError(
-                f"{name} returned {type(model).__name__}, not a torch.nn.Module",
-                hint="the factory is called without arguments and returns a torch.nn.Module",
-            )
+        model = build(name)
         shapes = [s.shape if batch is None else (batch, *s.shape[1:]) for s in specs]
         tensors = [_make(s, shape, real) for s, shape in zip(specs, shapes, strict=True)]
     data: Any = tuple(tensors)
@@ -179,6 +165,39 @@ def _imported(
         data = technique.prepare(data)
     checked = loss_function if real else _checking_types(loss_function)
     return Target(name, model, data, checked, "sgd", size, "examples")
+
+
+def build(name: str, **sizes: int) -> nn.Module:
+    """The model that `package.module:factory` makes.
+
+    A factory with arguments gets those of `sizes` that it names; what it names beside them it must
+    have defaults for.
+    """
+    wanted = ", ".join(sizes) or "no arguments"
+    hint = f"the factory may take {wanted}, and returns a torch.nn.Module"
+    with _importing_from_here():  # a factory may import what lies beside it
+        factory = _load(name)
+        try:
+            model = factory(**_taken(factory, sizes))
+        except InputError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise InputError(
+                f"{name} raised {type(error).__name__}: {first_line(error)}", hint=hint
+            ) from error
+    if not isinstance(model, nn.Module):
+        raise InputError(
+            f"{name} returned {type(model).__name__}, not a torch.nn.Module", hint=hint
+        )
+    return model
+
+
+def _taken(factory: Callable[..., Any], sizes: dict[str, int]) -> dict[str, int]:
+    try:
+        named = inspect.signature(factory).parameters
+    except (TypeError, ValueError):  # written in C
+        return {}
+    return {name: size for name, size in sizes.items() if name in named}
 
 
 def _make(spec: InputSpec, shape: tuple[int, ...], real: bool) -> torch.Tensor:

@@ -3,6 +3,21 @@
 A node is one operation, or one call of a custom autograd function. What can be kept is a *key*: a
 value of the trace (its index, >= 0), or the compressed record a node writes for its own gradient
 (negative, one per node). Views are the value they look at.
+
+Example, `Linear(4, 8) → ReLU → Linear(8, 2) → sum` without biases on 3 × 4 numbers. Values 0 and 1
+are the two weights, 2 the batch, and then each result in turn:
+
+    node  operation  reads   writes     its gradients, and what each of them reads
+    0     mm         2, 0    3          of 0 reads 2
+    1     relu       3       4, bits    of 3 reads bits
+    2     mm         4, 1    5          of 1 reads 4; of 4 reads nothing that must be kept
+    3     sum        5       6          of 5 reads nothing
+
+    key       2     3     4     bits (-2)    5     6     weights 0, 1
+    bytes    48    96    96     3           24     4     0: counted as the model's
+
+So plain training keeps the batch, the bits (one for each of 24 numbers) and value 4 until backward
+reads them, and drops 3 and 5 in the forward pass. `schedule.py` puts the nodes in order, both ways.
 """
 
 from __future__ import annotations

@@ -54,7 +54,11 @@ class Allowed:
         made: list[Allowed] = []
         now = self
         for offer in sorted(offers, key=lambda o: (o.level(at), o.lossiness)):
-            if not now.permits(offer, at):
+            if now.permits(offer, at):
+                continue
+            if offer.level(at) <= Level.NEAR:
+                now = Allowed(offer.level(at), now.names)
+            else:
                 now = Allowed(now.level, now.names | {offer.name})
-                made.append(now)
+            made.append(now)
         return made

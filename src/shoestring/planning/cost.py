@@ -17,6 +17,7 @@ from functools import lru_cache
 import torch
 import torch.nn.functional as F
 
+from ..devices import DeviceRates, cpu_rates, gpu, reference_gpu
 from ..memory.work import Work
 
 _KINDS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -59,23 +60,22 @@ class Costs:
         return max(self.seconds(work, precision), work.launches * self.seconds_per_launch)
 
 
-def _rates(wide: float, narrow: float) -> dict[str, float]:
-    return {name: wide if kind.itemsize == 4 else narrow for name, kind in _KINDS.items()}
+def _nominal(device: str, rates: DeviceRates) -> Costs:
+    return Costs(
+        device,
+        rates.flops_per_second,
+        rates.convolved_per_second,
+        rates.bytes_per_second,
+        rates.seconds_per_kernel,
+        rates.seconds_per_launch,
+        rates.source,
+    )
 
 
-NOMINAL = {
-    "cpu": Costs(
-        "cpu", _rates(5e10, 2.5e10), _rates(5e10, 2.5e10), 1e10, 1e-5, 1e-5, "nominal, two cores"
-    ),
-    "cuda": Costs(
-        "cuda", _rates(4e13, 4e14), _rates(1e14, 2e14), 4e12, 7e-6, 1.3e-5, "nominal, one H200"
-    ),
-}
-"""Of devices that are not there. A kernel's 7 us on CUDA is what smaller microbatches cost: GPT-2
-medium in 2 and 4 parts on one H200 (torch 2.11, its profiler) took 6.3 and 7.9 us more for each
-further kernel. It orders plans; nothing is reported from it."""
+NOMINAL = {"cpu": _nominal("cpu", cpu_rates()), "cuda": _nominal("cuda", reference_gpu().rates)}
+"""Of devices that are not there. They order plans; nothing is reported from them."""
 
-_SAME = _rates(4e13, 4e13)
+_SAME = dict.fromkeys(_KINDS, 4e13)
 IDEAL = Costs("any", _SAME, _SAME, float("inf"), 8e-6, 8e-6, "nominal, operations only")
 """For the fundamental accounting: no precision is faster, and what is counted is operations and
 kernels. One rate for all keeps a plan for less memory from looking faster for its precision."""
@@ -91,6 +91,7 @@ def costs_of(device: str) -> Costs:
 def _measured(device: str) -> Costs:
     """A fraction of a second of products, convolutions, sums and small kernels."""
     on_gpu, nominal = device == "cuda", NOMINAL[device]
+    efficiency = (gpu().rates if on_gpu else cpu_rates()).efficiency
     size, images, channels = (4096, 64, 256) if on_gpu else (512, 2, 64)
     products, convolutions = dict(nominal.flops_per_second), dict(nominal.convolved_per_second)
     for name, kind in _KINDS.items():
@@ -99,9 +100,9 @@ def _measured(device: str) -> Costs:
         weight = torch.ones(channels, channels, 3, 3, device=device, dtype=kind)
         with suppress(RuntimeError):  # no such kernels here
             seconds = _time(lambda a=factor: a @ a, device)  # type: ignore[misc]
-            products[name] = _EFFICIENCY[device] * 2 * size**3 / seconds
+            products[name] = efficiency * 2 * size**3 / seconds
             seconds = _time(lambda a=pixels, w=weight: F.conv2d(a, w, padding=1), device)  # type: ignore[misc]
-            convolutions[name] = _EFFICIENCY[device] * 18 * channels * pixels.numel() / seconds
+            convolutions[name] = efficiency * 18 * channels * pixels.numel() / seconds
     large = torch.ones(2**28 if on_gpu else 2**22, device=device)
     small = torch.ones(16, device=device, requires_grad=True)
     launch = _time(lambda: small + 1, device)
@@ -118,8 +119,6 @@ def _measured(device: str) -> Costs:
 
 _SIDE = 28
 """Of the images that are convolved."""
-_EFFICIENCY = {"cpu": 0.5, "cuda": 0.7}
-"""What the products and convolutions of a network reach, of the best of one large product."""
 
 
 def _time(run: Callable[[], object], device: str, least_seconds: float = 0.02) -> float:

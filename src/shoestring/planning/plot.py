@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..errors import InputError
+from ..errors import InputError, needs_extra
 from ..memory.prediction import Prediction
 from ..units import format_size
 from .result import FrontPoint, format_seconds
@@ -26,12 +26,8 @@ def front_table(points: Sequence[FrontPoint], plain: Prediction) -> str:
 
 def plot_front(points: Sequence[FrontPoint], plain: Prediction, title: str, file: str) -> None:
     """Write the picture; the ending of the name says which format."""
-    try:
+    with needs_extra("lab", "matplotlib", "a plot of the front"):
         from matplotlib.figure import Figure
-    except ImportError:
-        raise InputError(
-            "plots need matplotlib", hint="pip install 'shoestring[plots]', or leave out --plot"
-        ) from None
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
     assert plain.seconds is not None

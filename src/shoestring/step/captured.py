@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from ..techniques.draws import Places, followed_by
+from ..techniques.draws import RngReplay, observed_by
+from ..torch_private.cuda_memory import clear_cublas_workspaces, end_allocate_to_pool, release_pool
 from ..trace.batches import map_tensors, tensors_of
 
 
@@ -81,12 +82,12 @@ class CapturedStep:
 
 
 def _free_workspaces() -> None:
-    """cuBLAS keeps one for every thread and stream, 32 MiB each on Hopper.
+    """cuBLAS keeps one for every thread and stream, tens of MiB each (`devices/`).
 
     Before a capture those of eager steps go, so that a step does not hold two sets; after it those
     that lie in the graph's pool, where replays use them but nothing else may.
     """
-    torch._C._cuda_clearCublasWorkspaces()
+    clear_cublas_workspaces()
 
 
 def _abandon(pool: Any, device: torch.device) -> None:
@@ -96,10 +97,10 @@ def _abandon(pool: Any, device: torch.device) -> None:
     """
     index = default_generator(device).device.index
     try:
-        torch._C._cuda_endAllocateToPool(index, pool)
+        end_allocate_to_pool(index, pool)
     except RuntimeError:  # it ended in good order
         return
-    torch._C._cuda_releasePool(index, pool)
+    release_pool(index, pool)
 
 
 class _Randomness:
@@ -123,11 +124,11 @@ class _Randomness:
         So the state of the process is in no graph, and a capture that fails leaves it usable.
         """
         outside = self._default.graphsafe_get_state()
-        places = Places(self._again, self._drawing_from)
+        places = RngReplay(self._again, self._drawing_from)
         self._drawing = [self._own]
         self._default.graphsafe_set_state(self._own)
         try:
-            with followed_by(places):
+            with observed_by(places):
                 yield
         finally:
             self._default.graphsafe_set_state(outside)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ..techniques.base import Setup
-from ..techniques.draws import Starts, followed_by
+from ..techniques.draws import RngRecorder, observed_by
 from ..trace.batches import form_of, map_tensors
 from ..trace.fakes import is_fake
 from ..trace.streams import rewound_streams, stream_states
@@ -128,8 +128,8 @@ class GraphRunner:
         device = next(self._setup.model.parameters()).device
         generator = default_generator(device)
         start = generator.get_offset()
-        starts = Starts(generator.get_offset)
-        with followed_by(starts):
+        starts = RngRecorder(generator.get_offset)
+        with observed_by(starts):
             loss = self._compute(on_device(device, batch))
         self._seen[shapes] = [None if at is None else at - start for at in starts.found]
         if len(self._seen) > MOST_SHAPES:

@@ -143,7 +143,8 @@ class Hold:
             torch.cuda.empty_cache()
         plan = self._plan
         planned, budget = _size(plan.predicted.peak_bytes), _size(self._budget_bytes)
-        message = f"out of memory by the plan {plan.short()}: predicted {planned} of {budget}"
+        told = f"predicted {planned} for a budget of {budget}"
+        message = f"out of memory by the plan {plan.short()}: {told}"
         if not intact:
             raise BudgetError(
                 message + "; it happened within the update, so weights have partly moved",

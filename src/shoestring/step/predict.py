@@ -13,7 +13,7 @@ from ..memory.prediction import Prediction
 from ..techniques.base import Technique
 from ..techniques.plan import Plan
 from ..trace.capture import Loss
-from ..trace.passes import memory_alone
+from ..trace.passes import peak_only
 from .trace_step import capture_step
 
 
@@ -32,7 +32,7 @@ def predict_step(
     wherever the model lies and whether there is a GPU or not.
     """
     chosen = Plan.of(plan)
-    with memory_alone():
+    with peak_only():
         trace = capture_step(chosen, model, batch, loss=loss, optimizer=optimizer, device=device)
     peak_bytes = int(device_timeline(trace).totals.max(initial=0))
     return Prediction(peak_bytes, "device", device)

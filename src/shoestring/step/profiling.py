@@ -13,6 +13,7 @@ from ..techniques.base import Technique
 from ..techniques.plan import Plan
 from ..trace.capture import Loss, capture, check_trainable
 from ..trace.fakes import OptimizerLike
+from ..trace.split import examples_of
 from .trace_step import capture_step
 
 Accounting = Literal["fundamental", "device"]
@@ -52,7 +53,7 @@ def profile(
     if accounting == "device":
         check_trainable(model)
         where = next(model.parameters()).device.type if device is None else device
-        if not plan.techniques:
+        if all(technique.is_neutral_for(_examples(batch)) for technique in plan.techniques):
             return memory_profile(
                 capture(model, batch, loss=loss, optimizer=optimizer, device=where), accounting
             )
@@ -66,6 +67,13 @@ def profile(
     return memory_profile(trace, accounting)
 
 
+def _examples(batch: Any) -> int | None:
+    try:
+        return examples_of(batch)
+    except InputError:  # its tensors share no first dimension
+        return None
+
+
 def check(accounting: str, device: str | None) -> None:
     """Refuse what an accounting cannot tell, before anything is built.
 
@@ -75,6 +83,8 @@ def check(accounting: str, device: str | None) -> None:
         raise InputError(
             f"unknown accounting {accounting!r}", hint="one of " + ", ".join(ACCOUNTINGS)
         )
+    if device not in (None, "cpu", "cuda"):
+        raise InputError(f"no accounting for device {device!r}", hint="use 'cpu' or 'cuda'")
     if accounting == "fundamental" and device == "cuda":
         raise InputError(
             "the fundamental accounting is the report's, of no device",

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..memory.cuda.calibrate import learn_convolutions
 from ..techniques.plan import Plan
+from ..torch_private.fake_tensors import FakeTensorMode
 from ..trace.batches import tensors_of
 from ..trace.capture import Loss, RecordedStep, freeze, named_failures
 from ..trace.cuda import CudaKernels
@@ -74,9 +74,12 @@ def capture_step(
             examples = examples_of(data) if size is not None else None
             if size is not None and examples is not None and 2 * size <= examples:
                 forget_varied(data)
-                data = cut(data, 0, size)
-                if passes:  # gradients as they are: one may be a part of a larger tensor
-                    step._setup.backward(step._setup.run(data))
+                if step._setup.adds_apart:
+                    data = cut(data, 0, min(3 * size, examples))  # the third meets all of them
+                else:
+                    data = cut(data, 0, size)
+                    if passes:  # gradients as they are: one may be a part of a larger tensor
+                        step._setup.backward(step._setup.run(data))
             elif passes and step._setup.first_run_differs:
                 for part, _ in step._setup.split(data):
                     step._setup.run(part)

@@ -90,6 +90,8 @@ class Setup:
     state: dict[str, HasState] = field(default_factory=dict)
     meanings: list[Meaning] = field(default_factory=list)
     loss_scale: LossScaling | None = None
+    adds_apart: bool = False
+    """Gradients of parts are added up elsewhere than in `.grad`, in more tensors than those."""
     first_run_differs: bool = False
     """The first forward pass is looked at; what was found there changes those after it."""
     update_on_device: bool = False

@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function
 
 from ..kernels import batch_norm_tiles, has_triton, in_prediction
 from ..kernels.batch_norm_tiles import Running, inner
+from ..torch_private.fake_tensors import FakeTensor
 from ..trace.fakes import is_fake
 from .base import Setup
 
@@ -54,7 +54,7 @@ def statistics(x: torch.Tensor, running: Running, groups: int = 1) -> Statistics
 statistics.kept_for_second_pass = Statistics.known  # type: ignore[attr-defined]
 
 
-class Settings(NamedTuple):
+class NormSettings(NamedTuple):
     """Numbers of a BatchNorm, and whether its ReLU comes along."""
 
     momentum: float
@@ -67,7 +67,7 @@ def normalise(
     weight: torch.Tensor,
     bias: torch.Tensor,
     batch: Statistics,
-    settings: Settings,
+    settings: NormSettings,
 ) -> torch.Tensor:
     """The normalised input, or its positive part; the gradient goes through the statistics too."""
     if has_torch_function((x,)):
@@ -93,7 +93,7 @@ class _Normalise(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor,
         batch: Statistics,
-        settings: Settings,
+        settings: NormSettings,
     ) -> torch.Tensor:
         """One pass over x."""
         ctx.save_for_backward(x, weight, bias, batch.found)
@@ -186,7 +186,7 @@ class _Fusion:
         norm._check_input_dim(x)
         fused = norm in self._fused
         running = (norm.running_mean, norm.running_var, norm.num_batches_tracked)
-        settings = Settings(norm.momentum, norm.eps, fused)
+        settings = NormSettings(norm.momentum, norm.eps, fused)
         out = normalise(x, norm.weight, norm.bias, statistics(x, running, groups), settings)
         if fused:
             out._is_rectified = True  # type: ignore[attr-defined]

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 
-class Follower(Protocol):
+class RecomputeObserver(Protocol):
     """Is told of every recomputation of a step."""
 
     keeps_state: bool
@@ -24,7 +24,7 @@ class Follower(Protocol):
         ...
 
 
-class Starts:
+class RngRecorder:
     """Notes where in the random stream every recomputation starts."""
 
     keeps_state = True
@@ -46,7 +46,7 @@ class Starts:
                 self.found[number] = start
 
 
-class Places:
+class RngReplay:
     """Gives every recomputation its place in the random stream, in the order they were noted."""
 
     keeps_state = False
@@ -71,19 +71,21 @@ class Places:
         return self._count == len(self._places)
 
 
-_following: list[Follower] = []  # of the process: backward runs in threads of autograd's own
+_observers: list[
+    RecomputeObserver
+] = []  # of the process: backward runs in threads of autograd's own
 
 
 @contextmanager
-def followed_by(follower: Follower) -> Iterator[None]:
+def observed_by(observer: RecomputeObserver) -> Iterator[None]:
     """Tell it of every recomputation until the end."""
-    _following.append(follower)
+    _observers.append(observer)
     try:
         yield
     finally:
-        _following.remove(follower)
+        _observers.remove(observer)
 
 
-def follower() -> Follower | None:
+def observer() -> RecomputeObserver | None:
     """The one that is told now."""
-    return _following[-1] if _following else None
+    return _observers[-1] if _observers else None

@@ -11,16 +11,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import (
+
+from ..errors import InputError, ShoestringError, TraceError
+from ..torch_private.fake_tensors import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
-from torch.utils._pytree import tree_leaves
-
-from ..errors import InputError, ShoestringError, TraceError
+from ..torch_private.trees import tree_leaves
 from .batches import tensors_of
 from .blocks import is_normalization, sparsifiable_names
 from .cuda import CudaKernels

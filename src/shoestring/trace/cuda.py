@@ -4,6 +4,16 @@ A machine without CUDA cannot run fake CUDA tensors backward, but autograd and t
 of CUDA's own operators are there: each function below is replaced by the operator PyTorch would
 choose on the GPU, so a trace made anywhere has the saves and temporaries of a CUDA step. Two
 operators of recurrent layers have no shape function; theirs are written here.
+
+    model code          F.dropout(x)                  a call of PyTorch's function
+      │ _Functions      → native_dropout(x)           what CUDA would call instead (`_REPLACED`)
+    autograd            notes the node of native_dropout: it saves a mask of bytes
+      │ _Shapes         results as on CUDA            layouts, statistics, sums in place
+    fake tensors        shapes and storages, on the CPU
+
+`_Functions` works above autograd, so that the right tensors are saved; `_Shapes` below it, in both
+passes. `_open_functions` lets `_Functions` see the calls that PyTorch's own Python functions make
+inside (`F.multi_head_attention_forward` calls `scaled_dot_product_attention`).
 """
 
 from __future__ import annotations
@@ -14,12 +24,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch._prims_common import suggest_memory_format
-from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.overrides import TorchFunctionMode, _len_torch_function_stack, _pop_mode_temporarily
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from ..torch_private.autograd import current_node, tensor_methods
+from ..torch_private.dispatch import TorchDispatchMode
+from ..torch_private.fake_tensors import DataDependentOutputException
+from ..torch_private.storages import suggest_memory_format, use_count
+from ..torch_private.trees import tree_leaves
 from .cuda_attention import attention
 from .cudnn_rnn import MODES, recurrent_backward, recurrent_forward
 from .statistics import with_wide_statistics
@@ -177,7 +188,7 @@ class _Shapes(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        node = torch._C._current_autograd_node()
+        node = current_node()
         if node is None or torch.is_grad_enabled():
             return _result(func, args, kwargs)
         if func in _IN_PLACE and node.name() == _IN_PLACE[func]:
@@ -204,7 +215,7 @@ class _Shapes(TorchDispatchMode):
             held.dtype == new.dtype
             and self._node_of.get(storage._cdata, node._sequence_nr()) != node._sequence_nr()
             and storage.nbytes() == held.numel() * held.element_size()
-            and torch._C._storage_Use_Count(storage._cdata) <= _ENGINE_AND_CALL
+            and use_count(storage) <= _ENGINE_AND_CALL
         )
 
 
@@ -230,7 +241,7 @@ def _open_functions() -> Iterator[None]:
     names = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
     plain = [
         (module, name, getattr(module, name))
-        for module in (F, torch.functional, torch.autograd, torch._tensor)
+        for module in (F, torch.functional, torch.autograd, tensor_methods)
         for name in names
         if hasattr(module, name)
     ]

@@ -1,4 +1,4 @@
-"""Which attention kernel PyTorch would choose on a Hopper GPU, and what is handed to it."""
+"""Which attention kernel PyTorch would choose on the GPU, and what is handed to it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+
+from ..devices import gpu
 
 _HALF = (torch.float16, torch.bfloat16)
 _aten = torch.ops.aten
@@ -23,7 +25,7 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """The kernel PyTorch would choose on Hopper: cuDNN's or flash for half precision, else the
+    """The kernel PyTorch would choose: cuDNN's or flash for half precision, else the
     memory-efficient one, and plain matrix products where none of them can run."""
     mask = attn_mask
     fused = _fusable(query, key, value, enable_gqa)
@@ -70,18 +72,20 @@ def _fusable(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, gqa: b
 
 def _cudnn(query: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> bool:
     return (
-        torch.backends.cuda.cudnn_sdp_enabled()
+        "cudnn" in gpu().attention_kernels
+        and torch.backends.cuda.cudnn_sdp_enabled()
         and query.dtype in _HALF
         and not (mask is not None and mask.requires_grad)
-        and all(t.shape[-1] % 8 == 0 and t.shape[-1] <= 256 for t in (query, value))
+        and all(t.shape[-1] % 8 == 0 and t.shape[-1] <= gpu().widest_head for t in (query, value))
     )
 
 
 def _flash(query: torch.Tensor, value: torch.Tensor) -> bool:
     return (
-        torch.backends.cuda.flash_sdp_enabled()
+        "flash" in gpu().attention_kernels
+        and torch.backends.cuda.flash_sdp_enabled()
         and query.dtype in _HALF
-        and query.shape[-1] == value.shape[-1] <= 256
+        and query.shape[-1] == value.shape[-1] <= gpu().widest_head
     )
 
 

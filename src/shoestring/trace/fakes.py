@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from ..errors import InputError, TraceError
+from ..torch_private.fake_tensors import FakeTensor, FakeTensorMode
 from .batches import map_tensors, tensors_of
 from .values import stand_for
 

@@ -11,8 +11,9 @@ import re
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
+
+from ..torch_private.trees import tree_leaves
 
 _COPIES = frozenset(
     "clone copy_ _to_copy empty empty_like empty_strided new_empty new_empty_strided zeros "

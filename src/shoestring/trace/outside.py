@@ -6,10 +6,11 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
 
+from ..torch_private.autograd import current_node
+from ..torch_private.dispatch import TorchDispatchMode, without_modes
+from ..torch_private.fake_tensors import FakeTensor, FakeTensorMode
+from ..torch_private.trees import tree_leaves, tree_map
 from .values import asking, run
 
 _aten = torch.ops.aten
@@ -59,13 +60,13 @@ class Outside(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        node: Any = torch._C._current_autograd_node()
+        node: Any = current_node()
         if node is not None and node.name() == "torch::autograd::AccumulateGrad":
             leaf = node.variable
             if not isinstance(leaf, FakeTensor):
                 self._gradients.setdefault(id(leaf), (leaf, leaf.grad))
         if func in _NUMBERS and _is_one_number(args, kwargs):
-            with _disable_current_modes():
+            with without_modes():
                 real = func(*args, **kwargs)
                 converter = self._fake_mode.fake_tensor_converter
                 return converter.from_real_tensor(self._fake_mode, real, make_constant=True)
@@ -77,14 +78,14 @@ class Outside(TorchDispatchMode):
             return run(func, args, kwargs)
         if written:
             return self._written(func, tensors, args, kwargs)
-        with _disable_current_modes():  # a view of a twin would count as memory of its own
+        with without_modes():  # a view of a twin would count as memory of its own
             return func(*args, **kwargs)
 
     def _written(
         self, func: Any, tensors: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Arithmetic in place on real tensors alone, which the fake mode would run, on twins."""
-        with _disable_current_modes():
+        with without_modes():
             twins = {id(tensor): self._fake_mode.from_tensor(tensor) for tensor in tensors}
         given = {id(twins[id(tensor)]): tensor for tensor in tensors}
         args, kwargs = tree_map(lambda leaf: twins.get(id(leaf), leaf), (args, kwargs))

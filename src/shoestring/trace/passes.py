@@ -8,11 +8,11 @@ from typing import TypeVar
 
 Pass = TypeVar("Pass")
 _few = 0
-"""How many ask for memory alone; not of one thread, since a backward may run in another."""
+"""Nesting depth of `peak_only()`, process-wide: a backward pass may run in another thread."""
 
 
 @contextmanager
-def memory_alone() -> Iterator[None]:
+def peak_only() -> Iterator[None]:
     """Within: steps on fake tensors of which nothing but the peak is looked at."""
     global _few
     _few += 1
@@ -23,7 +23,7 @@ def memory_alone() -> Iterator[None]:
 
 
 def passes(loop: Sequence[Pass]) -> Sequence[Pass]:
-    """All of a loop; where memory alone is asked for, the first and the last.
+    """All of a loop; where only the peak is asked for, the first and the last.
 
     For loops of which no pass needs more than the first, and none keeps anything.
     """

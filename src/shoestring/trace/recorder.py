@@ -2,6 +2,23 @@
 
 The same recorder serves the prediction (fake tensors) and the CPU measurement (real ones): it sees
 what the dispatcher sees, below autograd, and learns of a storage's end from a weak reference.
+
+Three lists grow while the step runs:
+
+    ops         every operation: what it reads and writes, in which module and phase
+    storages    every piece of memory: bytes, between which operations it was alive
+    values      every content of a storage: writing in place makes a new value of the same storage
+
+Example, the update `buffer.mul_(0.9).add_(gradient); weight.add_(buffer)`:
+
+    op       reads            writes          storage of buffer    storage of weight
+    mul_     buffer  (v12)    buffer (v15)    v12 → v15            v0
+    add_     v15, gradient    buffer (v16)    v15 → v16            v0
+    add_     weight (v0), v16 weight (v18)    v16                  v0 → v18
+
+A view is no new value: it reads its storage's. Autograd tells which forward operation a backward
+one belongs to: every node has a number, and the recorder notes the operation that ran when the
+node was made. `capture.py` freezes the lists into a `Trace`.
 """
 
 from __future__ import annotations
@@ -14,15 +31,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._prims_common import suggest_memory_format
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from ..torch_private.autograd import current_node, last_sequence_number
+from ..torch_private.dispatch import TorchDispatchMode
+from ..torch_private.fake_tensors import FakeTensor
+from ..torch_private.storages import suggest_memory_format
+from ..torch_private.trees import tree_leaves
 from .flops import flops_of
 from .graph import Op, Phase, TensorSpec, channels_last_order
 from .grouped import grouped_product
@@ -169,7 +187,7 @@ class Recorder(TorchDispatchMode):
         mutates: list[str] = []
         for position, argument in enumerate(schema.arguments):
             given = args[position] if position < len(args) else kwargs.get(argument.name)
-            written = argument.alias_info is not None and argument.alias_info.is_write
+            written = _writes(func, argument)
             for name, tensor in _tensors(argument.name, given):
                 spec = self.spec(tensor)
                 if spec is not None:
@@ -179,7 +197,7 @@ class Recorder(TorchDispatchMode):
         written_tensors = [
             tensor
             for position, argument in enumerate(schema.arguments)
-            if argument.alias_info is not None and argument.alias_info.is_write
+            if _writes(func, argument)
             for _, tensor in _tensors(
                 argument.name,
                 args[position] if position < len(args) else kwargs.get(argument.name),
@@ -249,7 +267,7 @@ class Recorder(TorchDispatchMode):
         grad_enabled = torch.is_grad_enabled()
         phase, forward_op = self.phase, -1
         module = self._module_stack[-1] if self._module_stack else ""
-        node = torch._C._current_autograd_node()
+        node = current_node()
         if phase is Phase.BACKWARD:
             if grad_enabled and (node is not None or self._module_stack):
                 phase = Phase.RECOMPUTE
@@ -263,7 +281,7 @@ class Recorder(TorchDispatchMode):
             and any(s.requires_grad for _, s in inputs)
         )
         if differentiable:
-            sequence = torch.autograd._get_sequence_nr() - 1
+            sequence = last_sequence_number()
             self._first_op_of_node.setdefault(sequence, index)
         for leaf in outputs:
             record = self.storages[self.values[leaf.value].storage]
@@ -397,6 +415,18 @@ def _memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
             return ()
         expected *= shape[dim]
     return tuple(order)
+
+
+_SAME_VALUES = frozenset({"transpose_", "t_", "squeeze_", "unsqueeze_", "detach_"})
+"""Operations that change in place how a tensor is read, and no value of it."""
+
+
+def _writes(func: Any, argument: Any) -> bool:
+    return (
+        argument.alias_info is not None
+        and argument.alias_info.is_write
+        and func._opname not in _SAME_VALUES
+    )
 
 
 def _tensors(name: str, given: Any) -> Iterator[tuple[str, torch.Tensor]]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
+
+from ..torch_private.fake_tensors import FakeTensor
 
 _aten = torch.ops.aten
 _WEIGHTS = {

@@ -2,6 +2,17 @@
 
 Fake tensors hold nothing, and models ask: whether a mask masks anything, whether a row is one
 sequence. The answer is worked out when it is asked for, by the same operations on real tensors.
+
+Example, `if (mask == 0).any(): …` on a fake copy of the batch's mask:
+
+    fake mask                 origin: the batch's own mask, real whole numbers      `stand_for`
+    fake == 0                 origin: eq(origin of mask, 0)                         `run`
+    any                       origin: any(origin of ==)                             `run`
+    bool(…)                   a question: `made()` runs eq and any on the real mask `run`
+
+Nothing real is computed before the question. A tensor that follows from a float, from random
+numbers, or that was changed in place since, has no origin, and asking about it fails as it does
+for any fake tensor.
 """
 
 from __future__ import annotations
@@ -13,11 +24,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ..torch_private.dispatch import without_modes
+from ..torch_private.fake_tensors import FakeTensor
+from ..torch_private.trees import TreeSpec, tree_flatten, tree_unflatten
 from .batches import tensors_of
 
 _QUESTIONS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
@@ -65,7 +76,7 @@ def forget_varied(batch: Any) -> None:
         origin = _known(tensor)
         if origin is None:
             continue
-        with _disable_current_modes():
+        with without_modes():
             held = origin.made().flatten()
             varied = bool((held != held[:1]).any())
         if varied:
@@ -89,7 +100,7 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs)
     origin = _follow(func, args, kwargs)
     if origin is not None and func in _QUESTIONS:
-        with _disable_current_modes():
+        with without_modes():
             return origin.made()
     out = func(*args, **kwargs)
     if origin is not None and isinstance(out, FakeTensor) and not out.is_inference():

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 
+from ..torch_private.dispatch import TorchDispatchMode
+from ..torch_private.trees import tree_map
 from .batches import map_tensors
 
 _WIDER = {

@@ -7,8 +7,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from ..torch_private.dispatch import TorchDispatchMode
+from ..torch_private.trees import tree_leaves
 
 
 def computed_kinds(run: Callable[[], Any]) -> set[torch.dtype]:

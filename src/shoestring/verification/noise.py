@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from ..errors import InputError
+from ..torch_private.dispatch import TorchDispatchMode
+from ..torch_private.trees import tree_leaves
 from .distance import Noise
 from .sides import Plain, Trained
 

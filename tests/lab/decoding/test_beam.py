@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shoestring import Plan, Precision, Sparsity, apply
-from shoestring.lab.decoding.beam import Search, translate, translate_batch
+from shoestring.lab.decoding.beam import BeamSearch, translate, translate_batch
 from shoestring.lab.decoding.incremental import Incremental
 from shoestring.lab.models import sentence_loss
 from shoestring.lab.models.dynamic_conv import PADDING, dc_transformer
@@ -55,7 +55,7 @@ class Whole:
         self.source, self.prefixes = self.source[left], self.prefixes[left]
 
 
-class Short(Search):
+class Short(BeamSearch):
     """Translations of at most four pieces, so that all can be tried."""
 
     def limit(self, source_length):
@@ -77,6 +77,7 @@ def exhaustive(model, source, penalty):
     return best
 
 
+@pytest.mark.slow
 def test_a_wide_beam_finds_what_trying_everything_finds():
     lengths = set()
     for seed, penalty in itertools.product((0, 1), (0.0, 1.0, 2.0)):
@@ -94,10 +95,10 @@ def test_a_wide_beam_finds_what_trying_everything_finds():
 def test_a_narrow_beam_is_greedy():
     model, source = tiny_model(words=8), sentences()
     for row, (numbers, _) in zip(
-        source, translate_batch(model, source, Search(beam=1)), strict=True
+        source, translate_batch(model, source, BeamSearch(beam=1)), strict=True
     ):
         prefix = [BEGIN]
-        while prefix[-1] != END and len(prefix) <= Search().limit(int((row != PADDING).sum())):
+        while prefix[-1] != END and len(prefix) <= BeamSearch().limit(int((row != PADDING).sum())):
             with torch.no_grad():
                 scores = model(row[None], torch.tensor([prefix]))[0, -1]
             scores[[BEGIN, PADDING]] = -torch.inf
@@ -108,8 +109,8 @@ def test_a_narrow_beam_is_greedy():
 @pytest.mark.parametrize("beam", [1, 4])
 def test_cached_decoding_is_the_uncached_one(beam):
     model, source = tiny_model(words=20), sentences(12, 9)
-    cached = translate_batch(model, source, Search(beam))
-    whole = translate_batch(model, source, Search(beam), Whole)
+    cached = translate_batch(model, source, BeamSearch(beam))
+    whole = translate_batch(model, source, BeamSearch(beam), Whole)
     assert [numbers for numbers, _ in cached] == [numbers for numbers, _ in whole]
     for (_, one), (_, other) in zip(cached, whole, strict=True):
         assert one == pytest.approx(other, abs=1e-5)
@@ -138,9 +139,9 @@ def test_a_sentence_is_translated_alike_in_any_batch():
     model, source = tiny_model(words=20), sentences(9, 8)
     rows = [row[row != PADDING].tolist() for row in source]
     device = torch.device("cpu")
-    together = translate(model, rows, Search(), device=device)
-    alone = [translate(model, [row], Search(), device=device)[0] for row in rows]
-    small = translate(model, rows, Search(), tokens=10, device=device)
+    together = translate(model, rows, BeamSearch(), device=device)
+    alone = [translate(model, [row], BeamSearch(), device=device)[0] for row in rows]
+    small = translate(model, rows, BeamSearch(), tokens=10, device=device)
     assert together == alone == small
     assert not model.training
 
@@ -151,6 +152,8 @@ def test_the_longest_translation_ends():
         model.decoder.output.weight[END] = 0
         model.decoder.output.weight[END] -= 10 * model.decoder.output.weight[4:].mean(0)
     for row, (numbers, _) in zip(
-        sentences(), translate_batch(model, sentences(), Search()), strict=True
+        sentences(), translate_batch(model, sentences(), BeamSearch()), strict=True
     ):
-        assert numbers[-1] == END and len(numbers) <= Search().limit(int((row != PADDING).sum()))
+        assert numbers[-1] == END and len(numbers) <= BeamSearch().limit(
+            int((row != PADDING).sum())
+        )

@@ -1,5 +1,6 @@
 """The dynamic convolution in Triton against the plain one, in the interpreter and on a GPU."""
 
+from collections.abc import Iterable
 from itertools import product
 
 import pytest
@@ -48,11 +49,13 @@ def close(actual: Tensor | None, expected: Tensor, dtype: torch.dtype) -> None:
     torch.testing.assert_close(actual.double(), expected, rtol=0, atol=limit)
 
 
-def compare(device: str, cases: list[tuple[int, ...]]) -> None:
+def compare(
+    device: str, cases: list[tuple[int, ...]], kinds: Iterable[torch.dtype] = TOLERANCE
+) -> None:
     """Output and both gradients of the kernels, in every type."""
     from shoestring.kernels import dynamic_conv as kernels
 
-    for sizes, dtype in product(cases, TOLERANCE):
+    for sizes, dtype in product(cases, kinds):
         x, weights, grad = drawn(sizes, dtype, device)
         y, grad_x, grad_weights = plain(x, weights, grad, sizes[-1])
         close(kernels.convolve(x, weights, sizes[-1]), y, dtype)
@@ -76,6 +79,7 @@ def one_gradient_alone(device: str) -> None:
     assert only_weights[1] is not None and torch.equal(only_weights[1], both[1])
 
 
+@pytest.mark.slow
 def test_in_the_interpreter() -> None:
     run_interpreted(__file__, "compare('cpu', SMALL)", "one_gradient_alone('cpu')")
 

@@ -107,6 +107,7 @@ class Projection(nn.Module):
         return label_smoothed_loss(F.linear(hidden, self.weight), batch[1])
 
 
+@pytest.mark.slow
 def test_memory_at_4000_tokens() -> None:
     batch = torch.randn(TOKENS, WIDTH), torch.randint(2, VOCABULARY, (TOKENS,))
     peaks = {}

@@ -17,10 +17,10 @@ from shoestring.lab.runs import snapshot
 from shoestring.verification.distance import relative_error
 from shoestring.lab.runs.command import Call, start
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CALL = Call(
-    model="wrn-10-0.5", data="digits", epochs=1, batch=24, microbatch=6, learning_rate=0.02,
-    device="cpu",
+    model="wrn-10-0.5", data="digits", epochs=1, batch=24, techniques={"microbatch": 6},
+    learning_rate=0.02, device="cpu",
 )  # fmt: skip
 """Few updates of it, at a small rate: rounding grows up to tenfold with every one."""
 FLAGS = ("wrn-10-0.5", "--data", "digits", "--epochs", "1", "--batch", "24", "--microbatch", "6")
@@ -79,6 +79,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_from_two_ranks_to_one(alone: Path, tmp_path: Path) -> None:
     train_on_two(tmp_path / "run", 2, "--parallel", "ddp")
     train_alone(tmp_path / "run", 4, resume=True)
@@ -97,6 +98,7 @@ def test_from_one_rank_to_two(alone: Path, tmp_path: Path) -> None:
     assert relative_error([(expected[k], found[k]) for k in expected]) < 1e-4
 
 
+@pytest.mark.slow
 def test_the_example_runs() -> None:
     shown = torchrun(str(ROOT / "examples" / "torchrun.py"), "ddp").splitlines()
     losses = [float(line.rpartition(" ")[2]) for line in shown if line.startswith("step")]

@@ -373,7 +373,7 @@ def test_tensorboard_is_missing_or_written(tmp_path):
     try:
         import tensorboard  # noqa: F401
     except ImportError:
-        with pytest.raises(InputError, match="TensorBoard is not installed"):
+        with pytest.raises(InputError, match="needs tensorboard, which is not installed"):
             train(settings(), small_task(), tmp_path / "run", device=CPU, tensorboard=True)
     else:
         train(settings(), small_task(), tmp_path / "run", device=CPU, tensorboard=True)

@@ -34,6 +34,7 @@ def training(folder, *more, model="dc-transformer-tiny"):
     return json.loads(made)
 
 
+@pytest.mark.slow
 def test_a_few_updates_and_a_translation(tmp_path):
     end = training(
         tmp_path / "run", "--updates", 3, "--batch", 500, "--split", "validation", *LEAN,

@@ -5,10 +5,10 @@ import pytest
 from shoestring import (Microbatching, Plan, Precision, Sparsity)
 from shoestring.errors import InputError
 from shoestring.lab.runs.defaults import (CIFAR10, TRANSLATION, TRANSLATION_BY_DENSITY, Multipliers, learning_rate_at, rewiring_schedule)
-from shoestring.lab.runs.settings import Settings, build_model, settings_for
+from shoestring.lab.runs.settings import ImageSettings, build_model, settings_for
 
 
-def made(plan=None, model="wrn-28-2", **others) -> Settings:
+def made(plan=None, model="wrn-28-2", **others) -> ImageSettings:
     return settings_for(model, "cifar10", images=50_000, plan=plan or Plan(), **others)
 
 

@@ -30,6 +30,7 @@ from shoestring.lab.runs.text_settings import text_settings_for
 from shoestring.lab.runs.trainer import Trainer
 from shoestring.lab.runs.translating import load_translator
 from tiny_texts import SMALL, small_text
+from tiers import slow_but
 
 CPU = torch.device("cpu")
 TOKENS = Microbatching(100, unit="tokens")
@@ -184,7 +185,7 @@ def test_a_run_goes_on_with_its_own_words_only(tmp_path):
         train(settings(), other, tmp_path, device=CPU, resume=True)
 
 
-@pytest.mark.parametrize("plan", [Plan(), ALL], ids=["plain", "all four"])
+@pytest.mark.parametrize("plan", slow_but(1, [Plan(), ALL]), ids=["plain", "all four"])
 def test_resumed_run_is_the_uninterrupted_one(tmp_path, plan):
     run(tmp_path / "whole", plan)
     for stop in (2, 7):
@@ -267,7 +268,7 @@ def test_settings_that_cannot_be():
 
 def test_models_that_do_not_take_sentences():
     task = small_text()
-    for name, message in (("wrn-10-1", "does not take sentences"), ("a:b", "built-in models only")):
+    for name, message in (("wrn-10-1", "does not take sentences"), ("no_such:b", "cannot import")):
         with pytest.raises(InputError, match=message):
             build_text_model(name, task.source_vocabulary, task.target_vocabulary, 0.1)
 
@@ -301,6 +302,7 @@ def test_flags_of_text_are_refused_for_images(tmp_path):
         start(Call("wrn-10-1", "digits", merges=10, device="cpu", out=str(tmp_path / "run")))
 
 
+@pytest.mark.slow
 def test_a_budget_makes_a_plan_in_tokens(tmp_path, capsys):
     """From a prepared folder, as the command line calls it; the peak stays within the budget."""
     save(small_text(), tmp_path / "text")

@@ -14,7 +14,7 @@ from shoestring.lab.records.run import read
 from shoestring.lab.study import cluster
 from shoestring.lab.study.command import run_study
 from shoestring.lab.study.execute import LOG, Place
-from shoestring.lab.study.expand import Job
+from shoestring.lab.study.expand import StudyJob
 from shoestring.lab.study.local import TICK_SECONDS, Stopped
 
 
@@ -78,7 +78,7 @@ class Ray:
 
 
 def test_runs_that_wait_for_the_cluster_are_not_under_way(tmp_path):
-    jobs = [Job("train", {"model": "m", "seed": seed}) for seed in (0, 1, 2)]
+    jobs = [StudyJob("train", {"model": "m", "seed": seed}) for seed in (0, 1, 2)]
     for job in jobs[:2]:  # of a study that was stopped
         (tmp_path / job.name).mkdir()
         (tmp_path / job.name / LOG).touch()

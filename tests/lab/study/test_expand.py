@@ -7,7 +7,7 @@ import pytest
 
 from shoestring.cli.main import main
 from shoestring.errors import InputError
-from shoestring.lab.study.expand import Job, expand, values_of
+from shoestring.lab.study.expand import StudyJob, expand, values_of
 from shoestring.lab.study.spec import load
 
 BASE = """
@@ -187,13 +187,13 @@ def test_profiles_for_two_devices_are_two_runs(study):
 
 
 def test_the_same_settings_are_the_same_run():
-    job = Job("train", {"model": "m", "density": 0.5, "seed": 1, "lr": 0.1})
-    turned = Job("train", dict(reversed(job.settings.items())))
-    neutral = Job("train", {**job.settings, "checkpoint": "none", "precision": "fp32"})
-    elsewhere = Job("train", {**job.settings, "data_on": "host"})
+    job = StudyJob("train", {"model": "m", "density": 0.5, "seed": 1, "lr": 0.1})
+    turned = StudyJob("train", dict(reversed(job.settings.items())))
+    neutral = StudyJob("train", {**job.settings, "checkpoint": "none", "precision": "fp32"})
+    elsewhere = StudyJob("train", {**job.settings, "data_on": "host"})
     assert job.name == turned.name == neutral.name == elsewhere.name
     others = [{"seed": 2}, {"lr": 0.2}, {"checkpoint": "no-bn"}, {"split": "validation"}]
-    assert len({Job("train", {**job.settings, **o}).name for o in others} | {job.name}) == 5
+    assert len({StudyJob("train", {**job.settings, **o}).name for o in others} | {job.name}) == 5
 
 
 def test_a_fast_equivalent_trains_one_thing_and_shows_another(study):

@@ -14,9 +14,10 @@ from shoestring.lab.study import figures
 from shoestring.lab.study.results import Row
 from shoestring.lab.study.spec import load
 from shoestring.lab.study.statistics import Sample
+from tiers import slow_but
 
 pytest.importorskip("matplotlib")
-PAPER = Path(__file__).parents[2] / "studies" / "paper"
+PAPER = Path(__file__).parents[3] / "studies" / "paper"
 
 
 def canvas(found, draw=figures._lines):
@@ -125,7 +126,7 @@ def test_text_on_the_y_axis_is_an_error_that_names_the_figure():
         figures.figures(found)
 
 
-@pytest.mark.parametrize("count", [1, 3, 27])
+@pytest.mark.parametrize("count", slow_but(2, [1, 3, 27]))
 def test_pies_stand_in_rows_and_apart(count):
     sizes = {"model_bytes": 2e6, "optimizer_bytes": 3e6, "activation_bytes": 4e6}
     words = "a rather long name of a setting, residual-2*, microbatch 10"

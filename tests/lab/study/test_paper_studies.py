@@ -14,7 +14,7 @@ from shoestring.lab.runs.defaults import (
 from shoestring.lab.study.expand import expand, matches
 from shoestring.lab.study.spec import load
 
-PAPER = Path(__file__).parents[2] / "studies" / "paper"
+PAPER = Path(__file__).parents[3] / "studies" / "paper"
 FILES = sorted(PAPER.glob("*.toml"))
 LABELS = """
     fig:pie table:overall fig:sparsity fig:batchsize fig:ckpt fig:resnet-sparsity-lp fig:resnet)

@@ -150,7 +150,7 @@ def test_runs_without_a_study_are_reported_too(tiny, tmp_path):
 
 
 def test_a_study_that_has_not_begun_is_reported(tmp_path):
-    spec = Path(__file__).parents[2] / "studies" / "cifar10.toml"
+    spec = Path(__file__).parents[3] / "studies" / "cifar10.toml"
     (tmp_path / "study.toml").write_bytes(spec.read_bytes())
     made = report(tmp_path)
     assert made.results.missing > len(made.results.rows)
@@ -163,7 +163,7 @@ def test_a_study_that_has_not_begun_is_reported(tmp_path):
 
 def test_the_tables_of_results_come_from_their_records(tmp_path):
     """What is shown as found is what the records say, by today's code."""
-    results = Path(__file__).parents[2] / "results"
+    results = Path(__file__).parents[3] / "results"
     assert any(results.rglob("runs/*/records.jsonl"))
     for spec in results.rglob("study.toml"):
         folder = tmp_path / spec.parent.name

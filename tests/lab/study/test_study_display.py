@@ -7,9 +7,9 @@ import pytest
 from shoestring.lab.records.run import FILE
 from shoestring.lab.study.display import Progress
 from shoestring.lab.study.execute import Outcome
-from shoestring.lab.study.expand import Job
+from shoestring.lab.study.expand import StudyJob
 
-JOBS = [Job("train", {"model": "m", "seed": seed}) for seed in range(8)]
+JOBS = [StudyJob("train", {"model": "m", "seed": seed}) for seed in range(8)]
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from shoestring.errors import InputError
 from shoestring.lab.records.run import FILE
 from shoestring.lab.study.display import Progress
 from shoestring.lab.study.execute import Outcome
-from shoestring.lab.study.expand import Job, expand
+from shoestring.lab.study.expand import StudyJob, expand
 from shoestring.lab.study.report import report
 from shoestring.lab.study.results import load_results
 from shoestring.lab.study.spec import load
@@ -126,5 +126,7 @@ def test_a_search_that_has_not_ended_has_chosen_nothing(ended):
 def test_an_error_on_a_terminal_is_no_markup(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     with Progress(lambda job: tmp_path) as progress:
-        progress.ended(Outcome(Job("train", {"model": "m"}), tmp_path, (), "no file [/tmp/x] [a]"))
+        progress.ended(
+            Outcome(StudyJob("train", {"model": "m"}), tmp_path, (), "no file [/tmp/x] [a]")
+        )
     assert "[/tmp/x] [a]" in capsys.readouterr().err

@@ -61,6 +61,7 @@ def copy(binary, tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_both_layouts_hold_the_same_images(binary, python):
     one, other = load_task("cifar10", folder=binary), load_task("cifar10", folder=python.parent)
     for field in ("images", "labels", "held_out_images", "held_out_labels"):

@@ -13,7 +13,7 @@ from shoestring.lab.tasks import load_task, load_text
 from shoestring.lab.tasks.bpe import END, UNKNOWN
 from shoestring.lab.tasks.corpus import is_split, joined, read_corpus
 from shoestring.lab.tasks.prepared import save
-from shoestring.lab.tasks.text import Encoder, encoded
+from shoestring.lab.tasks.text import TextEncoder, encoded
 
 DE = ["ein mann", "eine frau läuft", "ein hund", "zwei hunde laufen", "ein kind"]
 EN = ["a man", "a woman runs", "a dog", "two dogs run", "a child"]
@@ -177,7 +177,7 @@ def test_marks_that_are_words(text):
             write(text, f"{part}.{language}", lines)
     task = load_text(str(text), merges=300)
     assert task.codes is not None and list(task.test_references) == lines
-    encode = Encoder(task.codes, task.source_vocabulary)
+    encode = TextEncoder(task.codes, task.source_vocabulary)
     for n in (0, 1, 3):
         assert encode(lines[n]) == task.train[0][n]
         assert joined(task.source_vocabulary.decode(task.train[0][n])) == lines[n]

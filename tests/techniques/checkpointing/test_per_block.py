@@ -31,6 +31,7 @@ from shoestring.trace.blocks import block_levels
 from shoestring.trace.capture import capture
 from shoestring.verification.verify import verify
 from techniques.small_models import SMALL
+from tiers import slow_but
 
 FOUR = [
     ("keep*4",),
@@ -56,10 +57,11 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-@pytest.mark.parametrize(("name", "schedule"), CASES, ids=str)
+@pytest.mark.parametrize("case", slow_but(3, CASES), ids=str)
 def test_training_is_plain_training_and_the_peak_is_the_predicted_one(
-    name: str, schedule: tuple[str, ...]
+    case: tuple[str, tuple[str, ...]],
 ) -> None:
+    name, schedule = case
     small = SMALL[name]
     torch.manual_seed(0)
     model, batch = small.build(), small.batch()
@@ -70,6 +72,7 @@ def test_training_is_plain_training_and_the_peak_is_the_predicted_one(
     assert found.predicted_peak_bytes == pytest.approx(found.measured_peak_bytes, rel=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("other", [Precision("bf16"), Microbatching(2)], ids=str)
 def test_it_combines_with_the_other_techniques(other: Any) -> None:
     small = SMALL["transformer"]
@@ -87,7 +90,7 @@ def products(run: Any) -> int:
     return int(counter.get_total_flops())
 
 
-@pytest.mark.parametrize("name", ["wrn-16-1", "tied"])
+@pytest.mark.parametrize("name", slow_but(1, ["wrn-16-1", "tied"]))
 def test_a_chain_says_what_every_schedule_needs(name: str) -> None:
     """Peaks of executed steps within 0.2%, and never above the chain's by more."""
     if name in SMALL:
@@ -110,6 +113,7 @@ def test_a_chain_says_what_every_schedule_needs(name: str) -> None:
     assert step.measure(batch).peak_bytes == pytest.approx(points[0].peak_bytes, rel=0.002)
 
 
+@pytest.mark.slow
 def test_what_runs_again_is_what_the_chain_counts() -> None:
     """To the product: the last of a block's do not run again."""
     known = builtin("wrn-16-1")
@@ -140,6 +144,7 @@ def test_blocks_that_something_else_reads_do_not_share_a_region() -> None:
     assert [block.joins for block in chain.blocks] == [False, True, False, False]
 
 
+@pytest.mark.slow
 def test_blocks_are_as_small_as_they_hand_on_their_output() -> None:
     class Stage(nn.Module):
         def __init__(self) -> None:
@@ -232,7 +237,7 @@ def test_people_can_write_it() -> None:
 def test_the_command_line_takes_it() -> None:
     ran = CliRunner().invoke(app, ["profile", "wrn-10-1", "--checkpoint", "[cheap], [keep*2]"])
     assert ran.exit_code == 0
-    assert "fp32 · [cheap], [keep*2]" in ran.stdout
+    assert "sgd · [cheap], [keep*2]" in ran.stdout
 
 
 @pytest.mark.parametrize(

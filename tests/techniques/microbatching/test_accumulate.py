@@ -15,6 +15,7 @@ from shoestring.step.apply import apply
 from shoestring.step.trace_step import capture_step
 from shoestring.techniques import Checkpointing, Microbatching, Precision, Sparsity
 from shoestring.techniques.microbatching import accumulate as module
+from tiers import slow_but
 
 torch.set_num_threads(1)
 ENOUGH = module.WAITING
@@ -126,7 +127,7 @@ def trained(*plan: Any, device: str = "cpu") -> tuple[nn.Module, dict[str, int]]
     return model, {event.key: event.count for event in profile.key_averages()}
 
 
-@pytest.mark.parametrize("waiting", [1, 200, ENOUGH])
+@pytest.mark.parametrize("waiting", slow_but(1, [ENOUGH, 1, 200]))
 @pytest.mark.parametrize(
     "more",
     [

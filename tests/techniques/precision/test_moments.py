@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
+from shoestring.kernels.rounding import Noise
 from shoestring.techniques import Precision
-from shoestring.techniques.precision.blocks import Block, Piece, blocks, cut, gather
-from shoestring.techniques.precision.moments import Storage, power_of_two
-from shoestring.techniques.precision.rounding import Noise
-from shoestring.techniques.precision.update import Update
+from shoestring.techniques.precision.blocks import Piece, UpdateBlock, blocks, cut, gather
+from shoestring.techniques.precision.moments import MomentStorage, power_of_two
+from shoestring.techniques.precision.update import NarrowUpdate
 from techniques.precision.precision_helpers import OPTIMIZERS, make_step
 
 torch.set_num_threads(1)
@@ -22,8 +22,8 @@ torch.set_num_threads(1)
 def path_of(monkeypatch: Any, kind: str, *, scaled: bool = True) -> torch.Tensor:
     """Weights over 60 steps of Adam under gradients of about 1e-4, whose squares FP16 lacks."""
     if not scaled:
-        plain = functools.partial(Update, scaled_moments=False)
-        monkeypatch.setattr("shoestring.techniques.precision.Update", plain)
+        plain = functools.partial(NarrowUpdate, scaled_moments=False)
+        monkeypatch.setattr("shoestring.techniques.precision.NarrowUpdate", plain)
     torch.manual_seed(0)
     model = nn.Linear(256, 1, bias=False)
     model.weight.data.zero_()
@@ -53,10 +53,10 @@ class Stored:
 
     def __init__(self, key: str, count: int) -> None:
         self.key, self.state = key, {}
-        self.storage = Storage(Noise(torch.device("cpu"), 0), scaled=True)
+        self.storage = MomentStorage(Noise(torch.device("cpu"), 0), scaled=True)
         like = torch.zeros(count, dtype=torch.float16)
         self.storage.make(self.state, key, like, 1)
-        self.block = Block({}, (key,), [Piece(like, ..., 0, True)])
+        self.block = UpdateBlock({}, (key,), [Piece(like, ..., 0, True)])
 
     def write(self, value: torch.Tensor) -> None:
         wide = gather([value], torch.float32)

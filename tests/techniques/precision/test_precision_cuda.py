@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shoestring.techniques import Checkpointing, Microbatching, Precision
-from shoestring.techniques.precision.update import Update
+from shoestring.techniques.precision.update import NarrowUpdate
 from techniques.precision.precision_helpers import (
     OPTIMIZERS,
     assert_same,
@@ -58,8 +58,8 @@ def test_the_fused_kernel_computes_what_the_copies_do(monkeypatch, optimizer):
     for _ in range(10):
         fused(batch)
         with monkeypatch.context() as plain:
-            plain.setattr(Update, "_can_fuse", lambda self, work: False)
-            plain.setattr(Update, "_has_kernels", lambda self, work: False)
+            plain.setattr(NarrowUpdate, "_can_fuse", lambda self, work: False)
+            plain.setattr(NarrowUpdate, "_has_kernels", lambda self, work: False)
             copied(batch)
     for a, b in zip(fused.model.parameters(), copied.model.parameters(), strict=True):
         assert torch.allclose(a.float(), b.float(), rtol=2e-3, atol=1e-4)

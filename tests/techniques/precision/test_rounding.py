@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from shoestring.kernels.rounding import Noise
 from shoestring.techniques import Precision
-from shoestring.techniques.precision.rounding import Noise
 from techniques.precision.precision_helpers import make_step
 from techniques.small_models import SMALL
 

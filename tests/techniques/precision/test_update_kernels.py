@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 import torch
 from torch import nn
 
 from interpreter import run_interpreted
+from shoestring.kernels.rounding import Noise
 from shoestring.techniques.precision import update as module
-from shoestring.techniques.precision.rounding import Noise
 from shoestring.techniques.precision.scaling import LossScale
-from shoestring.techniques.precision.update import Update
+from shoestring.techniques.precision.update import NarrowUpdate
 
 torch.set_num_threads(1)
 SHAPES = [(5,), (20, 17), (20, 70), (8, 4, 3, 3)]
@@ -24,7 +26,7 @@ SETTINGS = {
 }
 
 
-def made(name: str, device: str, dtype: torch.dtype, stochastic: bool) -> Update:
+def made(name: str, device: str, dtype: torch.dtype, stochastic: bool) -> NarrowUpdate:
     """Parameters of many shapes, one of them in FP32, in pieces of about 1,000 elements."""
     torch.manual_seed(0)
     parameters = [nn.Parameter(torch.randn(shape, device=device).to(dtype)) for shape in SHAPES]
@@ -37,16 +39,16 @@ def made(name: str, device: str, dtype: torch.dtype, stochastic: bool) -> Update
     optimizer = kind(groups, **{"lr": 0.01, **settings})
     where = torch.device(device)
     scale = LossScale(where, 256.0, 1000) if dtype is torch.float16 else None
-    update = Update(optimizer, scale, Noise(where, 3), stochastic=stochastic)
+    update = NarrowUpdate(optimizer, scale, Noise(where, 3), stochastic=stochastic)
     update._elements = 1000
     return update
 
 
-def parameters_of(update: Update) -> list[torch.Tensor]:
+def parameters_of(update: NarrowUpdate) -> list[torch.Tensor]:
     return [p for group in update._optimizer.param_groups for p in group["params"]]
 
 
-def give_gradients(update: Update, number: int) -> None:
+def give_gradients(update: NarrowUpdate, number: int) -> None:
     draw = torch.Generator().manual_seed(number)
     scaled = update._scale is not None
     for parameter in parameters_of(update):
@@ -56,10 +58,10 @@ def give_gradients(update: Update, number: int) -> None:
         parameters_of(update)[2].grad[7, 7] = torch.inf
 
 
-def compare(device: str) -> None:
+def compare(device: str, names: Iterable[str] = SETTINGS) -> None:
     """Four updates each way: the same random bits, so all but the last bit is the same."""
     seen_by = module.on_cuda
-    for name in SETTINGS:
+    for name in names:
         cases = [(torch.float16, True), (torch.bfloat16, True)]
         if name.startswith("adam"):  # SGD's is PyTorch's own fused kernel
             cases.append((torch.float16, False))
@@ -79,7 +81,7 @@ def compare(device: str) -> None:
             check(with_kernels, copied, dtype, case)
 
 
-def check(found: Update, wanted: Update, dtype: torch.dtype, case: str) -> None:
+def check(found: NarrowUpdate, wanted: NarrowUpdate, dtype: torch.dtype, case: str) -> None:
     assert torch.equal(found._drawing.counter, wanted._drawing.counter)
     ulp = 2.0**-10 if dtype is torch.float16 else 2.0**-7
     for a, b in zip(parameters_of(found), parameters_of(wanted), strict=True):
@@ -101,6 +103,7 @@ def check(found: Update, wanted: Update, dtype: torch.dtype, case: str) -> None:
                 assert far.max() < 5 and others <= max(1, 0.01 * far.numel()), found_here
 
 
+@pytest.mark.slow
 def test_in_the_interpreter() -> None:
     run_interpreted(__file__, "compare('cpu')")
 

@@ -2,6 +2,7 @@
 
 import math
 
+import pytest
 import torch
 
 from interpreter import run_interpreted
@@ -10,11 +11,11 @@ from shoestring.techniques.sparsity import index as form
 SHAPES = [(3, 5), (16, 16, 3, 3), (8, 512), (9, 1025), (1, 1), (5, 3, 3, 3), (17, 32, 3, 3)]
 
 
-def compare(device: str) -> None:
+def compare(device: str, shapes: list[tuple[int, ...]] = SHAPES) -> None:
     """Scatter and gather of random patterns, on a device."""
     from shoestring.kernels import bitmask as kernels
 
-    for shape in SHAPES:
+    for shape in shapes:
         for density in (0.0, 0.3, 1.0):
             mask = torch.rand(math.prod(shape)) < density
             packed = torch.zeros(form.bitmask_bytes(shape), 8, dtype=torch.uint8)
@@ -35,5 +36,6 @@ def compare(device: str) -> None:
                 assert torch.equal(last, made)
 
 
+@pytest.mark.slow
 def test_in_the_interpreter() -> None:
     run_interpreted(__file__, "compare('cpu')")

@@ -8,20 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...errors import InputError
 from ..models.dynamic_conv import DCTransformer
 from ..tasks.bpe import BEGIN, END, PADDING, Sentences
 from ..tasks.token_batches import by_length, source_in
 from .incremental import Incremental
+from .whole_prefixes import WholePrefixes
 
 
 @dataclass(frozen=True)
-class Search:
+class BeamSearch:
     """How translations are looked for."""
 
     beam: int = 4
@@ -41,12 +44,35 @@ class Search:
         return 2 * source_length + 20
 
 
-Decoder = Callable[[DCTransformer, Tensor, int], Incremental]
+class DecodingState(Protocol):
+    """The hypotheses of some sentences, one token at a time."""
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Feed the next token of every hypothesis; log p of the one after, in FP32."""
+        ...
+
+    def follow(self, parents: Tensor) -> None:
+        """Let each hypothesis go on from another of its sentence."""
+        ...
+
+    def keep(self, sentences: Tensor) -> None:
+        """Go on with some of the sentences."""
+        ...
+
+
+def decoder_of(model: nn.Module, words: int | None) -> Callable[[Any, Tensor, int], DecodingState]:
+    """With caches for our own model, without them for another."""
+    if isinstance(model, DCTransformer):
+        return Incremental
+    return partial(WholePrefixes, words=words)
 
 
 @torch.no_grad()
 def translate_batch(
-    model: DCTransformer, source: Tensor, search: Search, decoder: Decoder = Incremental
+    model: nn.Module,
+    source: Tensor,
+    search: BeamSearch,
+    decoder: Callable[[Any, Tensor, int], DecodingState] = Incremental,
 ) -> list[tuple[list[int], float]]:
     """The best translation of each sentence, with its end, and its score."""
     state = _State(source, search)
@@ -64,7 +90,7 @@ def translate_batch(
 class _State:
     """All hypotheses of the sentences that are not done."""
 
-    def __init__(self, source: Tensor, search: Search) -> None:
+    def __init__(self, source: Tensor, search: BeamSearch) -> None:
         count, device = len(source), source.device
         self._search = search
         lengths = (source != PADDING).sum(1)
@@ -135,14 +161,18 @@ class _State:
 
 
 def translate(
-    model: DCTransformer,
+    model: nn.Module,
     sentences: Sentences | Sequence[Sequence[int]],
-    search: Search,
+    search: BeamSearch,
     *,
+    words: int | None = None,
     tokens: int = 4000,
     device: torch.device,
 ) -> list[list[int]]:
-    """The best translation of every sentence, in their order; so many source tokens at once."""
+    """The best translation of every sentence, in their order; so many source tokens at once.
+
+    `words` is the size of the vocabulary, of which a model may score more.
+    """
     held = sentences if isinstance(sentences, Sentences) else Sentences.of(sentences)
     made: list[list[int]] = [[END]] * len(held)
     was_training = model.training
@@ -150,7 +180,7 @@ def translate(
     try:
         for shape, chosen in by_length(np.asarray(held.lengths), tokens):
             source = source_in(held, chosen, shape).to(device)
-            found = translate_batch(model, source, search)
+            found = translate_batch(model, source, search, decoder_of(model, words))
             for position, (numbers, _) in zip(chosen, found, strict=True):
                 made[position] = numbers
     finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...errors import InputError
+from ...errors import InputError, needs_extra
 
 
 @dataclass(frozen=True)
@@ -21,12 +21,8 @@ class Score:
 
 def score(translations: Sequence[str], references: Sequence[str]) -> Score:
     """One reference each; both tokenised as the training text is, so nothing is tokenised here."""
-    try:
+    with needs_extra("lab", "sacrebleu", "BLEU"):
         from sacrebleu.metrics import BLEU
-    except ImportError:
-        raise InputError(
-            "BLEU needs sacrebleu, which is not installed", hint="pip install sacrebleu"
-        ) from None
     if len(translations) != len(references):
         raise InputError(f"{len(translations):,} translations for {len(references):,} references")
     metric = BLEU(tokenize="none", force=True)

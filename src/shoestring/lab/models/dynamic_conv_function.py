@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
 from ...kernels import has_triton
+from ...torch_private.fake_tensors import FakeTensor
 from ...trace.passes import passes
 
 KERNEL_TYPES = (torch.float16, torch.bfloat16, torch.float32)

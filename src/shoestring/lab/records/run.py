@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from ...errors import InputError, TrainingStopped
+from ...version import __version__
 
 FILE = "records.jsonl"
 
@@ -144,8 +145,6 @@ def _program(path: str) -> str:
 
 def provenance(device: torch.device) -> dict[str, Any]:
     """Where numbers come from: versions, device, what decides the arithmetic, revision."""
-    from ...version import __version__
-
     made: dict[str, Any] = {
         "shoestring": __version__,
         "git_revision": git_revision(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ...errors import InputError
+from ...errors import needs_extra
 from ..records.run import Event
 
 _SHOWN = ("train_loss", "loss", "accuracy", "learning_rate", "measured_peak_bytes", "loss_scale")
@@ -17,12 +17,8 @@ class Board:
     def __init__(self, folder: Path, wanted: bool) -> None:
         self._writer: Any = None
         if wanted:
-            try:
+            with needs_extra("tensorboard", "tensorboard", "--tensorboard"):
                 from torch.utils.tensorboard import SummaryWriter
-            except ImportError:
-                raise InputError(
-                    "TensorBoard is not installed", hint="pip install 'shoestring[tensorboard]'"
-                ) from None
             self._writer = SummaryWriter(folder / "tensorboard")
 
     def __enter__(self) -> Board:

@@ -6,7 +6,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from ...step.group import local_device, parallel_for, process_group
 from .job import Job, job_for
 from .loop import train
 from .settings import AnySettings, check_seed, settings_for
-from .text_settings import TextSettings, text_settings_for
+from .text_settings import text_settings_for
 from .trainer import prepare_device
 
 _LIMITS = {"auto": DEVICE_LIMIT_BYTES, "device": 2**62, "host": 0}
@@ -40,6 +40,8 @@ class Call:
     model: str
     data: str
     data_dir: str | None = None
+    input: str | None = None
+    """Shape that images are brought to, such as "1x28x28"."""
     split: str = "test"
     plan: str | None = None
     budget: str | None = None
@@ -172,19 +174,15 @@ def job_of(call: Call) -> Job:
 def _task(call: Call) -> ImageTask | TextTask:
     return load_task(
         call.data, folder=call.data_dir, split=call.split, seed=call.seed,
-        languages=call.languages, merges=call.merges,
+        languages=call.languages, merges=call.merges, input=call.input,
     )  # fmt: skip
 
 
 def _set_threads(call: Call, task: ImageTask | TextTask) -> None:
-    """As asked; by default PyTorch's, but one for number words.
-
-    Kernels that small gain nothing from more, and on a busy machine wait for each other: with two
-    threads they took eight times the processor's time.
-    """
+    """As asked, else as suits the data, else PyTorch's."""
     wanted = _at_least_one("--threads", call.threads)
-    if wanted is None and task.name == "number_words" and "OMP_NUM_THREADS" not in os.environ:
-        wanted = 1
+    if wanted is None and "OMP_NUM_THREADS" not in os.environ:
+        wanted = task.threads
     if wanted is not None:
         torch.set_num_threads(wanted)
 
@@ -204,21 +202,37 @@ def _settings(call: Call, task: ImageTask | TextTask, device: torch.device) -> A
     }
     if call.evaluation_batch is not None:
         shared["evaluation_batch"] = call.evaluation_batch
-    if isinstance(task, TextTask):
-        _say_remarks(task)
-        text = text_settings_for(call.model, call.data, task, **shared, **call.for_text)
-        return replace(text, plan=text.plan.changed(call.changes))
+    for line in task.remarks:
+        print(line, file=sys.stderr)
+    made = _SETTINGS[type(task)](call, task, device, shared)
+    return replace(made, plan=made.plan.changed(call.changes))  # type: ignore[type-var]
+
+
+def _text_settings(
+    call: Call, task: TextTask, device: torch.device, shared: dict[str, Any]
+) -> AnySettings:
+    return text_settings_for(call.model, call.data, task, **shared, **call.for_text)
+
+
+def _image_settings(
+    call: Call, task: ImageTask, device: torch.device, shared: dict[str, Any]
+) -> AnySettings:
     given = [name for name, value in call.for_text.items() if value is not None]
     if given:
         raise InputError(
             f"--{given[0].replace('_', '-')} is for translation, and {call.data} is images",
             hint="--epochs says how long to train on images" if given[0] == "updates" else None,
         )
-    images = settings_for(
+    return settings_for(
         call.model, call.data, images=len(task.images), channels_last=_layout(call, device),
-        **shared,
+        input=call.input, **shared,
     )  # fmt: skip
-    return replace(images, plan=images.plan.changed(call.changes))
+
+
+_SETTINGS: dict[type, Callable[..., AnySettings]] = {
+    TextTask: _text_settings,
+    ImageTask: _image_settings,
+}
 
 
 def _layout(call: Call, device: torch.device) -> bool:
@@ -227,18 +241,6 @@ def _layout(call: Call, device: torch.device) -> bool:
         return call.channels_last
     before = (_began(call) or {}).get("settings", {})
     return bool(before.get("channels_last", device.type == "cuda"))
-
-
-def _say_remarks(task: TextTask) -> None:
-    """What was met in a text that cannot be trained on as it is."""
-    for part, found in task.notes["remarks"].items():
-        for what, held in found.items():
-            lines = ", ".join(f"{line:,}" for line in held["first_lines"])
-            more = ", …" if held["pairs"] > len(held["first_lines"]) else ""
-            print(
-                f"{task.name}, {part}: {held['pairs']:,} pairs {what} (line {lines}{more})",
-                file=sys.stderr,
-            )
 
 
 def _check_one_plan(call: Call) -> None:
@@ -265,7 +267,7 @@ def _plan(call: Call, task: ImageTask | TextTask, device: str) -> Plan:
         return Plan.load(call.plan)
     if call.budget is not None:
         return _planned_before(call) or _plan_for_budget(call, task, device)
-    return from_flags(call.flags, "tokens" if isinstance(task, TextTask) else "examples")
+    return from_flags(call.flags, task.unit)
 
 
 def _budget(call: Call) -> dict[str, Any] | None:
@@ -316,17 +318,17 @@ def _plan_for_budget(call: Call, task: ImageTask | TextTask, device: str) -> Pla
     model, loss = job.model()
     batch = job.sample()
     room = parse_size(call.budget)
-    if device == "cuda" and isinstance(task, TextTask):  # a captured step copies its minibatch
+    if device == "cuda" and not task.written_in_place:  # a captured step copies its minibatch
         room -= sum(t.nbytes for t in tensors_of(batch))
     with working(f"planning {call.model} for {call.budget}"):
         found = plan(
             model, batch, loss=loss, optimizer=job.optimizer(model, there),
             budget=max(room, 1), allow=call.allow, device=device,
         ).plan  # fmt: skip
-    if not isinstance(task, TextTask):
+    if task.unit == "examples":
         return found
     length = batch["source"].shape[1]  # other sentences are longer or shorter
-    return Plan(technique.counting("tokens", length) for technique in found.techniques)
+    return Plan(technique.counting(task.unit, length) for technique in found.techniques)
 
 
 def _at_least_one(name: str, number: int | None) -> int | None:
@@ -344,8 +346,4 @@ def _updates(text: str | None, task: ImageTask | TextTask, settings: AnySettings
         raise InputError(f"cannot read --stop-after {text!r}", hint="3 (epochs) or '300 steps'")
     if (match[2] or "").startswith("step"):
         return int(match[1])
-    if isinstance(settings, TextSettings):
-        assert isinstance(task, TextTask)
-        return int(match[1]) * settings.steps_per_epoch(task)
-    assert isinstance(task, ImageTask)
-    return int(match[1]) * (len(task.images) // settings.batch)
+    return int(match[1]) * settings.steps_per_epoch(task)

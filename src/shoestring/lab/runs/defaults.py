@@ -6,10 +6,11 @@ Where the tables are at odds with the text or with their source, the entry says 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...errors import InputError
 from ...techniques.sparsity import REPORT_SCHEDULE
+from ..tasks.image_folder import is_image_folder
 
 Schedule = tuple[tuple[int, int], ...]
 
@@ -24,7 +25,7 @@ class Multipliers:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class ImageDefaults:
     """How a task is trained by default."""
 
     epochs: int
@@ -52,7 +53,7 @@ class Recipe:
         return self.by_density.get(known, Multipliers(1.0))
 
 
-CIFAR10 = Recipe(
+CIFAR10 = ImageDefaults(
     epochs=200,
     batch=100,
     learning_rate=0.1,
@@ -78,7 +79,7 @@ CIFAR10 = Recipe(
     },
 )
 
-DIGITS = Recipe(
+DIGITS = ImageDefaults(
     epochs=20,
     batch=100,
     learning_rate=0.4,
@@ -91,14 +92,17 @@ DIGITS = Recipe(
 )
 """Our own, for the few updates that 1,438 images give: the report has no such task."""
 
-RECIPES = {"cifar10": CIFAR10, "digits": DIGITS}
+OTHER_IMAGES = replace(DIGITS, learning_rate=0.1)
+"""For images of one's own, of which nothing is known."""
+
+IMAGE_DEFAULTS = {"cifar10": CIFAR10, "digits": DIGITS}
 
 REPORT_UPDATES = 100_000
 """What `REPORT_SCHEDULE` of rewiring is for."""
 
 
 @dataclass(frozen=True)
-class TranslationRecipe:
+class TranslationDefaults:
     """DC-Transformer on IWSLT'14: Adam, and the inverse square root of the update."""
 
     updates: int = 50_000
@@ -128,8 +132,8 @@ def inverse_square_root(update: int, top: float, first: float, warmup: int) -> f
     return top * (max(warmup, 1) / update) ** 0.5
 
 
-TRANSLATION = TranslationRecipe()
-NUMBER_WORDS = TranslationRecipe(
+TRANSLATION = TranslationDefaults()
+NUMBER_WORDS = TranslationDefaults(
     updates=340,
     batch_tokens=2_000,
     learning_rate=3e-3,
@@ -178,7 +182,7 @@ def rewiring_schedule(updates: int) -> Schedule:
     return tuple(scaled)
 
 
-def translation_recipe(data: str) -> TranslationRecipe:
+def translation_defaults(data: str) -> TranslationDefaults:
     """By the name of the text; IWSLT'14's for all but number words."""
     return NUMBER_WORDS if data == "number_words" else TRANSLATION
 
@@ -191,11 +195,13 @@ def translation_multipliers(model: str, density: float) -> Multipliers:
     return TRANSLATION_BY_DENSITY[max(below, default=min(TRANSLATION_BY_DENSITY))]
 
 
-def recipe_for(data: str) -> Recipe:
+def defaults_for(data: str) -> ImageDefaults:
     """By the name of the data."""
-    if data not in RECIPES:
-        raise InputError(f"no data is called {data!r}", hint="one of " + ", ".join(RECIPES))
-    return RECIPES[data]
+    if is_image_folder(data):
+        return OTHER_IMAGES
+    if data not in IMAGE_DEFAULTS:
+        raise InputError(f"no data is called {data!r}", hint="one of " + ", ".join(IMAGE_DEFAULTS))
+    return IMAGE_DEFAULTS[data]
 
 
 def base_name(model: str) -> str:

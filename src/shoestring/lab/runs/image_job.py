@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..tasks.images import Feed, ImageTask
+from ..tasks.images import ImageFeed, ImageTask
 from ...techniques.plan import Plan
 from ...trace.capture import Loss
 from ...step.distributed import add_over_ranks
 from ...step.group import rank, ranks
-from .settings import Settings, build_model
+from .settings import ImageSettings, build_model
 from ...step.shares import Parallel, cut_evenly, shares_of
 
 
@@ -28,7 +28,7 @@ class ImageJob:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: ImageSettings,
         task: ImageTask,
         device: torch.device,
         parallel: str | None,
@@ -43,7 +43,7 @@ class ImageJob:
             shares = shares_of(settings.batch, self.parallel, settings.plan)
         self._most = max(stop - start for start, stop in shares)
         self._layout = torch.channels_last if settings.channels_last else torch.preserve_format
-        self.feed = Feed(
+        self.feed = ImageFeed(
             task,
             settings.batch,
             seed=settings.seed,
@@ -58,7 +58,7 @@ class ImageJob:
 
     def model(self) -> tuple[nn.Module, Loss]:
         """As the settings name it, in their layout."""
-        model, loss = build_model(self.settings.model, self._task.classes)
+        model, loss = build_model(self.settings.model, self._task.classes, self._task.shape[0])
         return model.to(memory_format=self._layout), loss  # type: ignore[call-overload]
 
     def optimizer(self, model: nn.Module, device: torch.device) -> torch.optim.SGD:

@@ -15,7 +15,7 @@ from ...techniques.plan import Plan
 from ..tasks import ImageTask, TextTask
 from ..tasks.images import DEVICE_LIMIT_BYTES
 from ...trace.capture import Loss
-from .settings import AnySettings, Settings
+from .settings import AnySettings, ImageSettings
 from ...step.shares import Parallel
 from .text_settings import TextSettings
 
@@ -110,5 +110,5 @@ def job_for(
         return TextJob(settings, task, device, parallel)
     from .image_job import ImageJob
 
-    assert isinstance(settings, Settings)
+    assert isinstance(settings, ImageSettings)
     return ImageJob(settings, task, device, parallel, device_limit_bytes)

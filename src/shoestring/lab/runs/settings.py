@@ -12,9 +12,10 @@ from torch import nn
 from ...errors import InputError
 from ..models import builtin
 from ...techniques.plan import Plan
-from ..target import resolve
+from ..target import build
+from ..tasks import ImageTask
 from ...trace.capture import Loss, check_trainable
-from .defaults import (Multipliers, base_name, learning_rate_at, recipe_for, rewiring_schedule)
+from .defaults import (Multipliers, base_name, learning_rate_at, defaults_for, rewiring_schedule)
 
 
 def check_seed(seed: int) -> None:
@@ -45,6 +46,10 @@ class AnySettings:
         if not self.learning_rate > 0:
             raise InputError(f"learning rate {self.learning_rate:g} is not above 0")
 
+    def steps_per_epoch(self, task: Any) -> int:
+        """Minibatches of all there is to train on."""
+        raise NotImplementedError
+
     def as_dict(self) -> dict[str, Any]:
         """Plain values, the same after a round through JSON."""
         values = asdict(self)  # type: ignore[call-overload]
@@ -54,7 +59,7 @@ class AnySettings:
     def check_same(self, other: dict[str, Any]) -> None:
         """InputError if a run that began with `other` cannot go on with these."""
         mine = self.as_dict()
-        for name in mine.keys() | other.keys():
+        for name in {**mine, **other}:
             if mine.get(name) != other.get(name):
                 raise InputError(
                     f"the run has {name.replace('_', ' ')} {other.get(name)}, not {mine.get(name)}",
@@ -63,7 +68,7 @@ class AnySettings:
 
 
 @dataclass(frozen=True)
-class Settings(AnySettings):
+class ImageSettings(AnySettings):
     """A model, its data, how it is trained, and under which plan."""
 
     model: str
@@ -84,6 +89,8 @@ class Settings(AnySettings):
     evaluation_batch: int = 1000
     channels_last: bool = False
     tf32: bool = False
+    input: str | None = None
+    """Shape that images are brought to, "1x28x28"; None leaves them as they are."""
 
     def __post_init__(self) -> None:
         self.check_counts("epochs", "batch", "evaluate_every", "evaluation_batch")
@@ -93,6 +100,10 @@ class Settings(AnySettings):
         return learning_rate_at(
             epoch, self.epochs, self.learning_rate, self.drops, self.drop_factor
         )
+
+    def steps_per_epoch(self, task: ImageTask) -> int:
+        """Minibatches of all training images."""
+        return len(task.images) // self.batch
 
 
 def settings_for(
@@ -107,32 +118,32 @@ def settings_for(
     learning_rate: float | None = None,
     seed: int = 0,
     **others: Any,
-) -> Settings:
-    """Fill in what is not given from the recipe of the data: report, Appendix B.
+) -> ImageSettings:
+    """Fill in what is not given from the defaults of the data: report, Appendix B.
 
     The learning rate is the one the report tuned for the density. With `tune` the plan gets the
     rewiring it tuned, over the run's number of updates, and the run's seed; otherwise it is taken
     as it is. `images` is the number there is to train on.
     """
-    recipe = recipe_for(data)
-    epochs = recipe.epochs if epochs is None else epochs
-    batch = recipe.batch if batch is None else batch
-    multipliers = recipe.multipliers(base_name(model), density_of(plan))
+    defaults = defaults_for(data)
+    epochs = defaults.epochs if epochs is None else epochs
+    batch = defaults.batch if batch is None else batch
+    multipliers = defaults.multipliers(base_name(model), density_of(plan))
     if tune:
         plan = tuned(plan, multipliers, epochs * (images // max(batch, 1)), seed)
     if learning_rate is None:
-        learning_rate = recipe.learning_rate * multipliers.learning_rate
-    return Settings(
+        learning_rate = defaults.learning_rate * multipliers.learning_rate
+    return ImageSettings(
         model=model,
         data=data,
         plan=plan,
         epochs=epochs,
         batch=batch,
         learning_rate=learning_rate,
-        drops=recipe.drops,
-        drop_factor=recipe.drop_factor,
-        momentum=recipe.momentum,
-        weight_decay=recipe.weight_decay,
+        drops=defaults.drops,
+        drop_factor=defaults.drop_factor,
+        momentum=defaults.momentum,
+        weight_decay=defaults.weight_decay,
         seed=seed,
         **others,
     )
@@ -157,16 +168,21 @@ def tuned(plan: Plan, multipliers: Multipliers, updates: int, seed: int) -> Plan
     return plan.changed(changes)
 
 
-def build_model(name: str, classes: int) -> tuple[nn.Module, Loss]:
+def build_model(name: str, classes: int, channels: int = 3) -> tuple[nn.Module, Loss]:
     """The model a run trains on images, and its loss, on the CPU; the caller seeds."""
     if ":" in name:
-        model = resolve(name, ["1x3x32x32"], real=True).model
+        model = build(name, classes=classes, channels=channels)
         check_trainable(model)
         return model, _loss_over(name, classes)
     known = builtin(name)
     if known.batch_unit != "images":
         raise InputError(f"{name} does not take images", hint="such as wrn-28-2")
-    return known.build(), known.loss
+    if channels != 3:
+        raise InputError(
+            f"{name} takes images of 3 channels, not {channels}",
+            hint="--input 3x32x32 repeats or averages them; or a model of yours",
+        )
+    return known.build(num_classes=classes), known.loss
 
 
 def _loss_over(name: str, classes: int) -> Loss:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,14 +14,15 @@ from ..decoding.beam import translate
 from ..decoding.bleu import score
 from ...errors import InputError
 from ..models import builtin
-from ..models.dynamic_conv import DCTransformer
+from ..models.label_smoothing import label_smoothed_loss
+from ..target import build
 from ...techniques.plan import Plan
 from ..tasks import TextTask
 from ..tasks.bpe import PADDING, Vocabulary
 from ..tasks.corpus import joined
 from ..tasks.prepared import read_vocabularies, write_vocabularies
 from ..tasks.token_batches import TextFeed, target_tokens
-from ...trace.capture import Loss
+from ...trace.capture import Loss, check_trainable
 from .average import mean_of_files
 from ...step.distributed import add_over_ranks
 from ...step.group import rank, ranks
@@ -125,9 +126,10 @@ class TextJob:
         sentences, references = self._task.scored
         try:
             found = translate(
-                cast(DCTransformer, model),
+                model,
                 sentences,
                 self.settings.search,
+                words=self._task.target_vocabulary.size,
                 tokens=self.settings.evaluation_batch,
                 device=self._device,
             )
@@ -158,11 +160,31 @@ def weighted_by_tokens(plan: Plan) -> Plan:
 def build_text_model(
     name: str, source: Vocabulary, target: Vocabulary, dropout: float
 ) -> tuple[nn.Module, Loss]:
-    """A built-in translation model with these vocabularies."""
+    """A translation model with these vocabularies: `model(source, target so far)` gives scores."""
+    sizes = {"source_vocabulary": source.size, "target_vocabulary": target.size}
     if ":" in name:
-        raise InputError(f"{name}: text trains built-in models only", hint="dc-transformer")
+        model = build(name, **sizes)
+        check_trainable(model)
+        return model, _loss_over(name, target.size)
     known = builtin(name)
     if known.batch_unit != "tokens":
         raise InputError(f"{name} does not take sentences", hint="such as dc-transformer")
-    sizes = {"source_vocabulary": source.size, "target_vocabulary": target.size}
     return known.build(**sizes, dropout=dropout), known.loss
+
+
+def _loss_over(name: str, words: int) -> Loss:
+    """Label-smoothed; a model of somebody's own may have other outputs than scores."""
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        scores, asked = model(batch["source"], batch["target_in"]), batch["target_out"]
+        shape = tuple(getattr(scores, "shape", ()))
+        if shape[:2] != tuple(asked.shape) or len(shape) != 3 or shape[2] < words:
+            made = f"a tensor of shape {shape}" if shape else f"a {type(scores).__name__}"
+            raise InputError(
+                f"{name} makes {made} of {asked.shape[0]} × {asked.shape[1]} words",
+                hint=f"its outputs must be scores, {asked.shape[0]} × {asked.shape[1]} × {words} "
+                "(a factory may take source_vocabulary and target_vocabulary)",
+            )
+        return label_smoothed_loss(scores, asked)
+
+    return loss

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from ..decoding.beam import Search
+from ..decoding.beam import BeamSearch
 from ...errors import InputError
 from ...techniques.plan import Plan
 from ..tasks import TextTask
 from ..tasks.token_batches import TextFeed
-from .defaults import inverse_square_root, translation_multipliers, translation_recipe
+from .defaults import inverse_square_root, translation_multipliers, translation_defaults
 from .settings import AnySettings, density_of, tuned
 
 
@@ -53,12 +53,12 @@ class TextSettings(AnySettings):
             raise InputError(f"dropout {self.dropout:g} is not in [0, 1)")
         if self.warmup_updates < 0 or self.average < 0:
             raise InputError("warm-up and average count from 0")
-        Search(self.beam, self.length_penalty)
+        BeamSearch(self.beam, self.length_penalty)
 
     @property
-    def search(self) -> Search:
+    def search(self) -> BeamSearch:
         """How translations are looked for."""
-        return Search(self.beam, self.length_penalty)
+        return BeamSearch(self.beam, self.length_penalty)
 
     def learning_rate_at(self, update: int) -> float:
         """Of an update counted from 0."""
@@ -90,34 +90,34 @@ def text_settings_for(
     seed: int = 0,
     **others: Any,
 ) -> TextSettings:
-    """Fill in what is not given from the recipe of the data.
+    """Fill in what is not given from the defaults of the data.
 
     As for images: the learning rate is the one the report tuned for the density or the model, and
     with `tune` so is the plan's rewiring. A plan's microbatches count tokens.
     """
     if updates is not None and epochs is not None:
         raise InputError("--updates and --epochs are both given", hint="keep one of them")
-    recipe = translation_recipe(task.name)
+    defaults = translation_defaults(task.name)
     multipliers = translation_multipliers(model, density_of(plan))
     settings = TextSettings(
         model=model,
         data=data,
         plan=plan,
-        updates=recipe.updates if updates is None else updates,
-        batch=recipe.batch_tokens if batch is None else batch,
+        updates=defaults.updates if updates is None else updates,
+        batch=defaults.batch_tokens if batch is None else batch,
         learning_rate=(
-            recipe.learning_rate * multipliers.learning_rate
+            defaults.learning_rate * multipliers.learning_rate
             if learning_rate is None
             else learning_rate
         ),
-        first_learning_rate=recipe.first_learning_rate,
-        warmup_updates=recipe.warmup_updates if warmup is None else warmup,
-        betas=recipe.betas,
-        weight_decay=recipe.weight_decay,
-        dropout=recipe.dropout if dropout is None else dropout,
-        average=recipe.average if average is None else average,
-        beam=recipe.beam if beam is None else beam,
-        length_penalty=recipe.length_penalty if length_penalty is None else length_penalty,
+        first_learning_rate=defaults.first_learning_rate,
+        warmup_updates=defaults.warmup_updates if warmup is None else warmup,
+        betas=defaults.betas,
+        weight_decay=defaults.weight_decay,
+        dropout=defaults.dropout if dropout is None else dropout,
+        average=defaults.average if average is None else average,
+        beam=defaults.beam if beam is None else beam,
+        length_penalty=defaults.length_penalty if length_penalty is None else length_penalty,
         seed=seed,
         **others,
     )

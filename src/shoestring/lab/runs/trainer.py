@@ -302,8 +302,8 @@ def separate_streams(seed: int, *more: int) -> None:
 def prepare_device(name: str | None, *, tf32: bool, benchmark: bool) -> torch.device:
     """The device to train on (cuda where there is one), set up for numbers that can be stated.
 
-    cuBLAS gets no workspace of its own unless CUBLAS_WORKSPACE_CONFIG says otherwise: on Hopper it
-    would take 32 MiB. FP32 is FP32 unless `tf32`.
+    cuBLAS gets no workspace of its own unless CUBLAS_WORKSPACE_CONFIG says otherwise: it
+    would take tens of MiB (`devices/`). FP32 is FP32 unless `tf32`.
     """
     wanted = name or ("cuda" if torch.cuda.is_available() else "cpu")
     try:

@@ -6,19 +6,18 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 import torch
+from torch import nn
 
-from ..decoding.beam import Search, translate
+from ..decoding.beam import BeamSearch, translate
 from ...errors import InputError
-from ..models.dynamic_conv import DCTransformer
 from ...techniques.plan import Plan
 from ..records.run import read
 from ..tasks.bpe import Vocabulary
 from ..tasks.corpus import joined
 from ..tasks.prepared import read_vocabularies
-from ..tasks.text import Encoder
+from ..tasks.text import TextEncoder
 from . import snapshot
 from ...step.apply import apply
 from .average import mean_of_files
@@ -29,10 +28,10 @@ from .text_job import build_text_model
 class Translator:
     """A trained model with all it takes to translate words."""
 
-    model: DCTransformer
-    encode: Encoder
+    model: nn.Module
+    encode: TextEncoder
     vocabulary: Vocabulary
-    search: Search
+    search: BeamSearch
     device: torch.device
     averaged: int
     """Ends of epochs whose weights it has the mean of; 0: it has the newest snapshot's."""
@@ -41,7 +40,9 @@ class Translator:
         """One translation for each line; an empty one for an empty one."""
         words = [number for number, line in enumerate(lines) if line.split()]
         numbers = [self.encode(lines[number]) for number in words]
-        found = translate(self.model, numbers, self.search, device=self.device)
+        found = translate(
+            self.model, numbers, self.search, words=self.vocabulary.size, device=self.device
+        )
         made = [""] * len(lines)
         for number, translation in zip(words, found, strict=True):
             made[number] = joined(self.vocabulary.decode(translation))
@@ -80,10 +81,10 @@ def load_translator(
             raise InputError(f"{folder} has no snapshot yet")
         weights, averaged = state["step"]["model"], 0
     model.load_state_dict(weights)
-    search = Search(
+    search = BeamSearch(
         settings["beam"] if beam is None else beam,
         settings["length_penalty"] if length_penalty is None else length_penalty,
     )
     return Translator(
-        cast(DCTransformer, model.eval()), Encoder(codes, source), target, search, device, averaged
+        model.eval(), TextEncoder(codes, source), target, search, device, averaged
     )

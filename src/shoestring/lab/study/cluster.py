@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...errors import InputError
+from ...errors import InputError, needs_extra
 from ...progress import asked_to_end
 from .execute import LOG, Place, execute_alone, fail, outcome
-from .expand import Job
+from .expand import StudyJob
 from .local import ATTEMPTS, TICK_SECONDS, Ended, Stopped, Tick
 
 CONNECT_SECONDS = 10.0
@@ -20,14 +20,12 @@ STOP_SECONDS = 60.0
 
 
 def run(
-    jobs: Sequence[Job], folder_of: Callable[[Job], Path], place: Place, address: str,
+    jobs: Sequence[StudyJob], folder_of: Callable[[StudyJob], Path], place: Place, address: str,
     gpus: float, ended: Ended, tick: Tick,
 ) -> None:  # fmt: skip
     """Run all jobs on the cluster at `address` ("local" starts one here); each in a new process."""
-    try:
+    with needs_extra("ray", "ray", "--ray"):
         import ray
-    except ImportError:
-        raise InputError("Ray is not installed", hint="pip install 'shoestring[ray]'") from None
     try:
         host, colon, port = address.rpartition(":")
         if colon and port.isdecimal() and "/" not in host:  # Ray itself would try for minutes
@@ -56,17 +54,17 @@ def run(
 
 
 def _drain(
-    ray: Any, remote: Any, jobs: Sequence[Job], folder_of: Callable[[Job], Path], place: Place,
-    ended: Ended, tick: Tick, asked: Sequence[int],
+    ray: Any, remote: Any, jobs: Sequence[StudyJob], folder_of: Callable[[StudyJob], Path],
+    place: Place, ended: Ended, tick: Tick, asked: Sequence[int],
 ) -> None:  # fmt: skip
     """Send all at once: the cluster decides when and where; and wait for each."""
 
-    def send(job: Job, attempt: int) -> None:
+    def send(job: StudyJob, attempt: int) -> None:
         before = _logged(folder_of(job))
         handle = remote.remote(job, folder_of(job).absolute(), place)
         sent[handle] = job, attempt, before
 
-    sent: dict[Any, tuple[Job, int, int]] = {}
+    sent: dict[Any, tuple[StudyJob, int, int]] = {}
     for job in jobs:
         send(job, 1)
     while sent and not asked:

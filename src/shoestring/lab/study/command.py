@@ -14,7 +14,7 @@ from ..runs.folder import run_folder, writing
 from . import cluster, local
 from .display import Progress
 from .execute import FAILURE, Outcome, Place, outcome
-from .expand import Expansion, Job, expand, matches, values_of
+from .expand import Expansion, StudyJob, expand, matches, values_of
 from .spec import Study, load
 
 SPEC = "study.toml"
@@ -28,11 +28,11 @@ class Folder:
         self.path = path
         self._known: dict[str, Outcome] = {}
 
-    def of(self, job: Job) -> Path:
+    def of(self, job: StudyJob) -> Path:
         """Where a job's records lie."""
         return self.path / RUNS / job.name
 
-    def outcome(self, job: Job) -> Outcome | None:
+    def outcome(self, job: StudyJob) -> Outcome | None:
         """How it ended; what has ended once is not read again."""
         if job.name not in self._known:
             found = outcome(job, self.of(job))
@@ -41,10 +41,10 @@ class Folder:
             self._known[job.name] = found
         return self._known[job.name]
 
-    def score(self, study: Study) -> Callable[[Job], float | None]:
+    def score(self, study: Study) -> Callable[[StudyJob], float | None]:
         """The score of a job that ended, NaN where it failed or has none."""
 
-        def score(job: Job) -> float | None:
+        def score(job: StudyJob) -> float | None:
             found = self.outcome(job)
             if found is None:
                 return None
@@ -138,7 +138,7 @@ def _expansion(study: Study, folder: Folder) -> Expansion:
 
 def _pending(
     study: Study, folder: Folder, progress: Progress, chosen: Mapping[str, Any]
-) -> list[Job]:
+) -> list[StudyJob]:
     """The jobs of this stage that are still to be done."""
     expansion = _expansion(study, folder)
     ended = [found for job in expansion.jobs if (found := folder.outcome(job)) is not None]
@@ -150,7 +150,7 @@ def _pending(
     return kept
 
 
-def _chosen(jobs: Sequence[Job], chosen: Mapping[str, Any]) -> Sequence[Job]:
+def _chosen(jobs: Sequence[StudyJob], chosen: Mapping[str, Any]) -> Sequence[StudyJob]:
     """Those with the settings of `--only`."""
     return [j for j in jobs if matches(chosen, {**j.settings, "kind": j.kind})]
 
@@ -169,10 +169,10 @@ def _check_chosen(study: Study, chosen: Mapping[str, Any]) -> None:
 
 
 def _run(
-    jobs: list[Job], study: Study, folder: Folder, place: Place, workers: int, ray: str | None,
+    jobs: list[StudyJob], study: Study, folder: Folder, place: Place, workers: int, ray: str | None,
     gpus: float, progress: Progress,
 ) -> None:  # fmt: skip
-    def ended(job: Job) -> None:
+    def ended(job: StudyJob) -> None:
         found = folder.outcome(job)
         assert found is not None
         progress.ended(found)

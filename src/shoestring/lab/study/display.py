@@ -12,13 +12,13 @@ from ...errors import InputError
 from ..records.run import FILE, read
 from ..runs.display import LINE_SECONDS, duration
 from .execute import Outcome
-from .expand import Job
+from .expand import StudyJob
 
 
 class Progress:
     """A bar on a terminal, a line now and then elsewhere."""
 
-    def __init__(self, folder_of: Callable[[Job], Path]) -> None:
+    def __init__(self, folder_of: Callable[[StudyJob], Path]) -> None:
         self._folder_of = folder_of
         self.total = self.done = self.failed = 0
         self._began = time.monotonic()
@@ -56,7 +56,7 @@ class Progress:
             text += f" failed: {found.error}"
         self._say(text)
 
-    def tick(self, running: Sequence[Job]) -> None:
+    def tick(self, running: Sequence[StudyJob]) -> None:
         """Show where the runs stand."""
         now = time.monotonic()
         for job in running:
@@ -75,7 +75,7 @@ class Progress:
             done = self.done + sum(parts)
             self._bar.update(self._task, completed=done, total=self.total, description=text)
 
-    def _fraction(self, job: Job) -> float:
+    def _fraction(self, job: StudyJob) -> float:
         """Of a run's updates, as its last evaluation says."""
         file = self._folder_of(job) / FILE
         try:
@@ -86,7 +86,7 @@ class Progress:
         return last / events[0].get("updates", 1) if events else 0.0
 
     def _seconds_left(
-        self, running: Sequence[Job], parts: Sequence[float], seconds: float
+        self, running: Sequence[StudyJob], parts: Sequence[float], seconds: float
     ) -> float | None:
         """At the pace so far, whatever number of runs at a time and their starts come to."""
         made = self._made + sum(parts) - sum(self._there[job.name] for job in running)

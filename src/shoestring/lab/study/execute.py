@@ -18,7 +18,7 @@ from ...errors import InputError, ShoestringError, TrainingStopped
 from ...techniques.registry import flags, registered
 from ..records.run import FILE, Event, Records, provenance, read
 from ..runs import snapshot
-from .expand import Job
+from .expand import StudyJob
 from .spec import FLAGS, Values, profiled
 
 FAILURE = "failure.json"
@@ -42,7 +42,7 @@ class Place:
 class Outcome:
     """How a job ended: its events, or its error."""
 
-    job: Job
+    job: StudyJob
     folder: Path
     events: tuple[Event, ...]
     error: str | None = None
@@ -58,7 +58,7 @@ class Outcome:
         return self.events[0]
 
 
-def outcome(job: Job, folder: Path) -> Outcome | None:
+def outcome(job: StudyJob, folder: Path) -> Outcome | None:
     """What a job's folder says; None where it has not ended."""
     error = failure(folder)
     if error is not None:
@@ -91,7 +91,7 @@ def failure(folder: Path) -> str | None:
         raise InputError(f"{file} is not of shoestring study") from None
 
 
-def execute(job: Job, folder: Path, place: Place) -> None:
+def execute(job: StudyJob, folder: Path, place: Place) -> None:
     """Run the job to its end, going on where there is a snapshot; an error becomes a file.
 
     What stops it from outside (a signal) is raised: it is to go on later.
@@ -114,7 +114,7 @@ def execute(job: Job, folder: Path, place: Place) -> None:
             path.unlink(missing_ok=True)
 
 
-def execute_alone(job: Job, folder: Path, place: Place) -> None:
+def execute_alone(job: StudyJob, folder: Path, place: Place) -> None:
     """Execute, in a process that is there for this job: what it prints goes to its log."""
     folder.mkdir(parents=True, exist_ok=True)
     log = os.open(folder / LOG, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
@@ -171,14 +171,14 @@ def arguments(settings: Mapping[str, Any]) -> Values:
     return {**plain, "techniques": flagged, "changes": dotted}
 
 
-def _train(job: Job, folder: Path, place: Place, **more: Any) -> Event:
+def _train(job: StudyJob, folder: Path, place: Place, **more: Any) -> Event:
     from ..runs.command import Call, start
 
     given = {"device": place.device, "data_dir": place.data_dir, **arguments(job.settings), **more}
     return start(Call(**given, out=str(folder), resume=True)).event
 
 
-def _measure(job: Job, folder: Path, place: Place) -> None:
+def _measure(job: StudyJob, folder: Path, place: Place) -> None:
     steps = folder / "steps"
     shutil.rmtree(steps, ignore_errors=True)
     event = _train(job, steps, place, stop_after=f"{MEASURED_UPDATES} steps")
@@ -190,7 +190,7 @@ def _measure(job: Job, folder: Path, place: Place) -> None:
     shutil.rmtree(steps)
 
 
-def _profile(job: Job, folder: Path, place: Place) -> None:
+def _profile(job: StudyJob, folder: Path, place: Place) -> None:
     import torch
 
     from ..runs.command import Call, job_of
@@ -208,7 +208,7 @@ def _profile(job: Job, folder: Path, place: Place) -> None:
         records.write("end", **made)
 
 
-_KINDS: dict[str, Callable[[Job, Path, Place], Any]] = {
+_KINDS: dict[str, Callable[[StudyJob, Path, Place], Any]] = {
     "train": _train,
     "profile": _profile,
     "measure": _measure,

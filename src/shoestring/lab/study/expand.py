@@ -13,14 +13,14 @@ from typing import Any
 
 from ...errors import InputError
 from ...techniques.registry import neutral_flags
-from .spec import PLACES, Search, Study, Values
+from .spec import PLACES, Study, StudySearch, Values
 from .statistics import Sample, sample
 
 JOBS = ("train", "profile", "measure")
 
 
 @dataclass(frozen=True)
-class Job:
+class StudyJob:
     """One run: a training, a profile, or a few updates to measure their peak."""
 
     kind: str
@@ -51,34 +51,34 @@ class RowJobs:
     """As a table shows them: what the runs stand for, and labels."""
     trained: Mapping[str, Any]
     """What differs in the runs themselves, where they are fast equivalents."""
-    trials: tuple[Job, ...]
-    profile: Job | None
-    measure: Job | None
+    trials: tuple[StudyJob, ...]
+    profile: StudyJob | None
+    measure: StudyJob | None
 
     @property
-    def jobs(self) -> tuple[Job, ...]:
+    def jobs(self) -> tuple[StudyJob, ...]:
         """All of them."""
         return (*self.trials, *(job for job in (self.profile, self.measure) if job is not None))
 
 
 @dataclass(frozen=True)
-class Candidate:
+class SearchCandidate:
     """Values that were tried, and how good they were."""
 
     values: Values
     score: Sample
     failed: int
-    jobs: tuple[Job, ...]
+    jobs: tuple[StudyJob, ...]
 
 
 @dataclass(frozen=True)
-class Choice:
+class SearchChoice:
     """What a search chose for one combination of settings."""
 
     where: Values
     values: Values
-    candidates: tuple[Candidate, ...]
-    search: Search
+    candidates: tuple[SearchCandidate, ...]
+    search: StudySearch
     ended: int
     """Trials that have; before all have, the values are no choice yet."""
 
@@ -96,14 +96,14 @@ class Choice:
 class Expansion:
     """All that is known by now: the rows only when every search has ended."""
 
-    jobs: tuple[Job, ...]
+    jobs: tuple[StudyJob, ...]
     rows: tuple[RowJobs, ...]
-    choices: tuple[Choice, ...]
+    choices: tuple[SearchChoice, ...]
     total: int
     """Jobs there will be in all."""
 
 
-Score = Callable[[Job], float | None]
+Score = Callable[[StudyJob], float | None]
 """Of a job that ended: NaN where it failed, None where it has not ended."""
 
 
@@ -112,8 +112,8 @@ def expand(study: Study, score: Score) -> Expansion:
     points = _points(study)
     settings = [point.settings for point in points]
     _check_baseline(study, map(_shown, settings))
-    jobs: dict[str, Job] = {}
-    choices: list[Choice] = []
+    jobs: dict[str, StudyJob] = {}
+    choices: list[SearchChoice] = []
     waiting = False
     later = 0
     for search in study.searches:
@@ -194,7 +194,7 @@ def _trainable(point: Mapping[str, Any]) -> Values:
     return {n: v for n, v in point.items() if n not in ("labels", "stands_for")}
 
 
-def _combinations(search: Search, settings: Iterable[Values]) -> list[Values]:
+def _combinations(search: StudySearch, settings: Iterable[Values]) -> list[Values]:
     found: dict[str, Values] = {}
     for point in settings:
         where = _where(search, point)
@@ -203,7 +203,7 @@ def _combinations(search: Search, settings: Iterable[Values]) -> list[Values]:
     return list(found.values())
 
 
-def _where(search: Search, point: Mapping[str, Any]) -> Values:
+def _where(search: StudySearch, point: Mapping[str, Any]) -> Values:
     """Which of the search's combinations a point is."""
     return {name: point[name] for name in search.per if name in point}
 
@@ -243,29 +243,32 @@ def told_once(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _trials(settings: Values, seeds: Sequence[int]) -> tuple[Job, ...]:
+def _trials(settings: Values, seeds: Sequence[int]) -> tuple[StudyJob, ...]:
     if "seed" in settings:
-        return (Job("train", settings),)
-    return tuple(Job("train", {**settings, "seed": seed}) for seed in seeds)
+        return (StudyJob("train", settings),)
+    return tuple(StudyJob("train", {**settings, "seed": seed}) for seed in seeds)
 
 
 def _choose(
-    search: Search, where: Values, candidates: list[tuple[Values, tuple[Job, ...]]], score: Score
-) -> Choice:
+    search: StudySearch,
+    where: Values,
+    candidates: list[tuple[Values, tuple[StudyJob, ...]]],
+    score: Score,
+) -> SearchChoice:
     """The best mean; values with a failed trial only where all have one, the first of equals."""
     tried = []
     for values, jobs in candidates:
         scores = [score(job) for job in jobs]
         ended = [s for s in scores if s is not None and not math.isnan(s)]
         failed = sum(s is not None and math.isnan(s) for s in scores)
-        tried.append(Candidate(values, sample(ended), failed, jobs))
+        tried.append(SearchCandidate(values, sample(ended), failed, jobs))
     best = max(tried, key=lambda c: (c.score.n > 0, -c.failed, c.score.mean or 0.0))
-    return Choice(
+    return SearchChoice(
         where, best.values, tuple(tried), search, sum(c.score.n + c.failed for c in tried)
     )
 
 
-def _apply(point: Mapping[str, Any], choices: Iterable[Choice]) -> Values:
+def _apply(point: Mapping[str, Any], choices: Iterable[SearchChoice]) -> Values:
     found: Values = {}
     for choice in choices:
         if choice.is_for(point):
@@ -286,13 +289,13 @@ def _row(study: Study, point: _Point, chosen: Values) -> RowJobs:
     trained, real = _trainable(whole), whole.get("stands_for", {})
     counted = {**trained, **real}
     if study.kind == "profile":
-        return RowJobs(_shown(whole), {}, (), Job("profile", counted), None)
+        return RowJobs(_shown(whole), {}, (), StudyJob("profile", counted), None)
     memory = {n: v for n, v in counted.items() if n not in ("lr", "epochs", "eval_every")}
     flags = not {"plan", "budget"} & counted.keys()  # else the runs themselves say what they count
     return RowJobs(
         settings=_shown(whole),
         trained={n: trained.get(n) for n in real},
         trials=_trials(trained, point.seeds),
-        profile=Job("profile", memory) if study.profile and flags else None,
-        measure=Job("measure", memory) if real and study.measure else None,
+        profile=StudyJob("profile", memory) if study.profile and flags else None,
+        measure=StudyJob("measure", memory) if real and study.measure else None,
     )

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from ...errors import InputError
+from ...errors import InputError, needs_extra
 from ...techniques.registry import flags
 from .results import Results, Row
 from .spec import Figure
@@ -68,13 +68,8 @@ def _default(results: Results) -> tuple[Figure, ...]:
 @contextmanager
 def _drawing() -> Iterator[Any]:
     """A way to make canvases, without the global state of pyplot."""
-    try:
+    with needs_extra("lab", "matplotlib", "a report with figures"):
         from matplotlib import figure, style
-    except ImportError:
-        raise InputError(
-            "figures are drawn by matplotlib, which is not installed",
-            hint="pip install 'shoestring[plots]'",
-        ) from None
     with style.context(["default", STYLE]):
         yield figure.Figure
 

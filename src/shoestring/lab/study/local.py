@@ -13,22 +13,23 @@ from pathlib import Path
 from typing import Any
 
 from ...progress import asked_to_end
+from ...torch_private.autograd import DYNAMO
 from .execute import LOG, Place, execute_alone, fail, outcome
-from .expand import Job
+from .expand import StudyJob
 
 ATTEMPTS = 3
 """Processes that die without a word (out of memory, say) before their job counts as failed."""
 TICK_SECONDS = 0.5
 PRELOADED = [
-    "torch._dynamo",
+    DYNAMO,
     "sklearn.datasets",
     "shoestring.lab.study.execute",
     "shoestring.lab.study.timelines",
     "shoestring.lab.runs.command",
 ]
 
-Ended = Callable[[Job], None]
-Tick = Callable[[Sequence[Job]], None]
+Ended = Callable[[StudyJob], None]
+Tick = Callable[[Sequence[StudyJob]], None]
 
 
 class Stopped(Exception):
@@ -40,7 +41,7 @@ class Stopped(Exception):
 
 
 def run(
-    jobs: Sequence[Job], folder_of: Callable[[Job], Path], place: Place, workers: int,
+    jobs: Sequence[StudyJob], folder_of: Callable[[StudyJob], Path], place: Place, workers: int,
     ended: Ended, tick: Tick,
 ) -> None:  # fmt: skip
     """Run all jobs, `workers` at a time; a job that fails or dies does not stop the others."""
@@ -51,7 +52,7 @@ def run(
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     waiting = [(job, 1) for job in reversed(jobs)]
-    running: dict[int, tuple[Any, Connection, Job, int]] = {}
+    running: dict[int, tuple[Any, Connection, StudyJob, int]] = {}
     with asked_to_end() as asked:
         try:
             while (waiting or running) and not asked:
@@ -82,7 +83,7 @@ def run(
             raise Stopped(asked[0])
 
 
-def _start(context: Any, job: Job, folder: Path, place: Place) -> tuple[Any, Connection]:
+def _start(context: Any, job: StudyJob, folder: Path, place: Place) -> tuple[Any, Connection]:
     # Nobody writes to the lifeline: when this process dies, however it dies, its end closes.
     theirs, ours = context.Pipe(duplex=False)
     process = context.Process(target=_child, args=(job, folder, place, theirs), daemon=False)
@@ -91,7 +92,7 @@ def _start(context: Any, job: Job, folder: Path, place: Place) -> tuple[Any, Con
     return process, ours
 
 
-def _child(job: Job, folder: Path, place: Place, lifeline: Connection) -> None:
+def _child(job: StudyJob, folder: Path, place: Place, lifeline: Connection) -> None:
     gc.freeze()  # what the server imported is no garbage, and takes long to look through
     threading.Thread(target=_follow, args=(lifeline,), daemon=True).start()
     execute_alone(job, folder, place)

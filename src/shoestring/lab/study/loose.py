@@ -11,7 +11,7 @@ from ...errors import InputError
 from ...techniques.registry import registered
 from ..records.run import FILE, Event, read
 from .execute import FAILURE, Outcome, failure
-from .expand import Job
+from .expand import StudyJob
 from .spec import SCORES, Values
 
 OTHERS = ("seed", "evaluation_batch")
@@ -112,7 +112,7 @@ def _run(folder: Path) -> tuple[Values, Values, Outcome | None]:
             raise
     except (LookupError, TypeError, AttributeError):
         raise InputError(f"{folder / FILE} is not of shoestring train") from None
-    job = Job("train", flags)
+    job = StudyJob("train", flags)
     if error is not None:
         return flags, others, Outcome(job, folder, tuple(events), error)
     ended = bool(events) and events[-1]["event"] == "end"

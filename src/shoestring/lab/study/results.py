@@ -12,9 +12,9 @@ from ...errors import InputError
 from ...techniques.registry import neutral_flags
 from .command import RUNS, SPEC, Folder, check_score, score_of
 from .execute import Outcome
-from .expand import Choice, expand, matches, told_once
+from .expand import SearchChoice, expand, matches, told_once
 from .loose import collect
-from .spec import SCORES, Study, Target, Values, from_values, load
+from .spec import SCORES, Study, StudyTarget, Values, from_values, load
 from .statistics import Sample, best_within, pareto_front, sample
 
 
@@ -48,7 +48,7 @@ class Results:
 
     study: Study
     rows: tuple[Row, ...]
-    choices: tuple[Choice, ...]
+    choices: tuple[SearchChoice, ...]
     outcomes: Mapping[str, Outcome]
     """Of every run, by its name."""
     missing: int
@@ -102,7 +102,7 @@ class Results:
         """What others found for the row's settings."""
         return self._targets(row.settings, self.study.targets)
 
-    def _targets(self, settings: Mapping[str, Any], among: Iterable[Target]) -> dict[str, Any]:
+    def _targets(self, settings: Mapping[str, Any], among: Iterable[StudyTarget]) -> dict[str, Any]:
         found: Values = {}
         for target in among:
             if matches(target.where, settings):

@@ -60,7 +60,7 @@ _FIGURE = {
 
 
 @dataclass(frozen=True)
-class Search:
+class StudySearch:
     """Settings to be chosen on the validation split, for each of several settings apart."""
 
     over: Mapping[str, list[Any]]
@@ -74,7 +74,7 @@ class Search:
 
 
 @dataclass(frozen=True)
-class Target:
+class StudyTarget:
     """What somebody else found: where the settings are these, the quantities were those.
 
     A quantity behind `max_` or `min_` is a bound. Those of a search are settings: what it chose.
@@ -114,10 +114,10 @@ class Study:
     score_label: str
     base: Mapping[str, Any]
     grids: tuple[Mapping[str, Any], ...]
-    searches: tuple[Search, ...]
+    searches: tuple[StudySearch, ...]
     baseline: Mapping[str, Any] | None
     """The row that reductions and losses are relative to."""
-    targets: tuple[Target, ...]
+    targets: tuple[StudyTarget, ...]
     figures: tuple[Figure, ...]
     columns: tuple[str, ...] | None
     """Of the table; by default what the runs have."""
@@ -200,7 +200,7 @@ def from_values(given: Values, text: str, name: str) -> Study:
 
 
 def _check_one_source(
-    given: Values, base: Values, grids: tuple[Values, ...], searches: tuple[Search, ...]
+    given: Values, base: Values, grids: tuple[Values, ...], searches: tuple[StudySearch, ...]
 ) -> None:
     """InputError where one place sets what another one is to decide."""
     counts = any(n in table for table in (given, *given.get("search", [])) for n in _TRIALS)
@@ -247,6 +247,8 @@ def _settings(given: Mapping[str, Any], kind: str, where: str, *, lists: bool = 
     kinds = {name: one for name, one in get_type_hints(Call).items() if name not in _ELSEWHERE}
     kinds |= {name: flag.kind for name, flag in technique_flags().items()}
     kinds |= {flag: kinds[argument] for flag, argument in FLAGS.items()}
+    if kind == "profile":  # shapes of whole inputs, where a training has that of one image
+        kinds["input"] = str | list[str]
     several = {name: or_list(one) for name, one in kinds.items()} if lists else kinds
     for settings, allowed in ((flat, several), (real, kinds)):
         flags = [n for n in settings if not n.startswith(tuple(f"{t}." for t in registered()))]
@@ -268,7 +270,7 @@ def _flat(table: Mapping[str, Any], before: str = "") -> Values:
     return found
 
 
-def _search(given: Values, seeds: tuple[int, ...], settled: set[str]) -> Search:
+def _search(given: Values, seeds: tuple[int, ...], settled: set[str]) -> StudySearch:
     known(given, _SEARCH, "[[search]]")
     check(given, _SEARCH, "[[search]]")
     over = _settings(given.get("over", {}), "train", "search.over", lists=True)
@@ -277,7 +279,7 @@ def _search(given: Values, seeds: tuple[int, ...], settled: set[str]) -> Search:
     only = _flat(given.get("only", {}))
     named(given.get("per", ()), settled, "[[search]] per")
     named(only, settled, "[[search]] only")
-    return Search(
+    return StudySearch(
         over=over,
         per=tuple(given.get("per", ())),
         using=_settings(given.get("using", {}), "train", "search.using"),
@@ -286,7 +288,7 @@ def _search(given: Values, seeds: tuple[int, ...], settled: set[str]) -> Search:
     )
 
 
-def _target(given: Values, shown: set[str]) -> Target:
+def _target(given: Values, shown: set[str]) -> StudyTarget:
     check(given, {"where": dict}, "[[target]]")
     where = _flat(given.get("where", {}))
     named(where, shown, "[[target]] where")
@@ -294,7 +296,7 @@ def _target(given: Values, shown: set[str]) -> Target:
     check(found, {name: float for name in found if name not in shown}, "[[target]]")
     plain = (name.removeprefix("max_").removeprefix("min_") for name in found)
     named(plain, QUANTITIES | shown, "[[target]]", "quantity or setting")
-    return Target(where, found)
+    return StudyTarget(where, found)
 
 
 def _figures(given: list[Values], shown: set[str]) -> tuple[Figure, ...]:

@@ -12,9 +12,11 @@ from ...memory.model import MemoryProfile
 from ...memory.timeline import ROLES, Timeline
 from ...step.profiling import profile
 from ...techniques.registry import flags
-from ..runs.defaults import RECIPES
+from ..runs.defaults import IMAGE_DEFAULTS
 from ..runs.job import Job
 from ..target import at_once, flagged_plan, resolve
+from ..tasks import IMAGES, SHAPE
+from ..tasks.images import image_shape
 
 MOST_INSTANTS = 3000
 """A longer timeline is thinned for the page: of neighbours the one with most bytes stays."""
@@ -29,9 +31,10 @@ def profiled_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     name, batch = given.pop("model"), given.pop("batch", None)
     plan = flagged_plan(name, {n: given.pop(n) for n in flags() if n in given}).changed(dotted)
     inputs, loss = given.pop("input", ()), given.pop("loss", None)
-    if ":" in name and not inputs and data in RECIPES:  # trained on images of that data
-        batch = batch or RECIPES[data].batch
-        inputs, loss = [f"{batch}x3x32x32", f"{batch}:int64"], "shoestring.lab.models:image_loss"
+    if ":" in name and data in IMAGES:  # trained on images of that data
+        batch = batch or IMAGE_DEFAULTS[data].batch
+        shape = "x".join(map(str, image_shape(inputs) if inputs else SHAPE))
+        inputs, loss = [f"{batch}x{shape}", f"{batch}:int64"], "shoestring.lab.models:image_loss"
     target = resolve(
         name,
         [inputs] if isinstance(inputs, str) else inputs,

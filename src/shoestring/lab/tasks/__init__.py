@@ -1,7 +1,8 @@
 """Data to train on, by name or by folder.
 
 `digits` comes with scikit-learn and `number_words` with this package; `cifar10` and texts in two
-languages (`multi30k`, `iwslt14`, `europarl160k`, or any folder of them) are read from a folder.
+languages (`multi30k`, `iwslt14`, `europarl160k`, or any folder of them) are read from a folder,
+as are images of one's own (`image_folder.py`).
 """
 
 from __future__ import annotations
@@ -10,18 +11,21 @@ import os
 from pathlib import Path
 
 from ...errors import InputError
-from .images import ImageTask
+from .image_folder import image_folder, is_image_folder
+from .images import ImageTask, image_shape
 from .text import TextTask
 
 IMAGES = ("digits", "cifar10")
+SHAPE = (3, 32, 32)
+"""Of the images of both: models and predictions need not read them."""
 TEXTS = ("number_words", "multi30k", "iwslt14", "europarl160k")
 NAMES = (*IMAGES, *TEXTS)
 SPLITS = ("test", "validation")
 _INSIDE = {"iwslt14": ("iwslt14.tokenized.de-en",)}
 
 __all__ = [
-    "IMAGES", "NAMES", "SPLITS", "TEXTS", "ImageTask", "TextTask", "load_images", "load_task",
-    "load_text",
+    "IMAGES", "NAMES", "SHAPE", "SPLITS", "TEXTS", "ImageTask", "TextTask", "load_images",
+    "load_task", "load_text",
 ]  # fmt: skip
 
 
@@ -33,19 +37,25 @@ def load_task(
     seed: int = 0,
     languages: str | None = None,
     merges: int | None = None,
+    input: str | None = None,
 ) -> ImageTask | TextTask:
-    """The task of that name, or the text in the folder of that name.
+    """The task of that name, or the images or the text in the folder of that name.
 
     `split` is what is evaluated: "test", after training on all training images, or "validation",
     a part of the training images that `seed` draws and training leaves out (5,000 of CIFAR-10's
-    50,000, as in the report). A text has a validation part of its own.
+    50,000, as in the report). A text has a validation part of its own. `input` is the shape that
+    images are brought to, "1x28x28".
     """
     if split not in SPLITS:
         raise InputError(f"unknown split {split!r}", hint="one of " + ", ".join(SPLITS))
-    if name in IMAGES and (languages or merges is not None):
+    images = name in IMAGES or is_image_folder(name)
+    if images and (languages or merges is not None):
         raise InputError(f"{name} has no {'languages' if languages else 'merges'}: it is images")
-    if name in IMAGES:
-        return load_images(name, folder=folder, split=split, seed=seed)
+    if images:
+        task = load_images(name, folder=folder, split=split, seed=seed)
+        return task if input is None else task.resized(image_shape(input))
+    if input is not None:
+        raise InputError(f"--input is the shape of an image, and {name} is text")
     return load_text(name, folder=folder, languages=languages, merges=merges).with_split(split)
 
 
@@ -57,6 +67,8 @@ def load_images(
         from .digits import digits
 
         return digits(split, seed)
+    if is_image_folder(name):
+        return image_folder(name, split, seed)
     from .cifar10 import cifar10
 
     return cifar10(folder, split, seed)

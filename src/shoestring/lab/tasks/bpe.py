@@ -13,7 +13,7 @@ from types import ModuleType
 
 import numpy as np
 
-from ...errors import InputError
+from ...errors import InputError, needs_extra
 
 BEGIN, PADDING, END, UNKNOWN = range(4)
 SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
@@ -22,14 +22,8 @@ ROUND_TO = 8
 
 
 def _subword_nmt(name: str) -> ModuleType:
-    try:
+    with needs_extra("lab", "subword-nmt", "splitting words into pieces"):
         return importlib.import_module(f"subword_nmt.{name}")
-    except ImportError:
-        raise InputError(
-            "splitting words into pieces needs subword-nmt, which is not installed",
-            hint="pip install subword-nmt; or prepare the data elsewhere (shoestring prepare) "
-            "and name that folder",
-        ) from None
 
 
 def learn(lines: Iterable[str], merges: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ...errors import InputError
+from ...errors import needs_extra
 from .images import ImageTask
 
 SIDE = 32
@@ -17,13 +17,8 @@ VALIDATION_IMAGES = 144
 
 def digits(split: str, seed: int) -> ImageTask:
     """Every fifth image is for the test (359), whatever the seed; the others are to train on."""
-    try:
+    with needs_extra("lab", "scikit-learn", "the data set digits"):
         from sklearn.datasets import load_digits
-    except ImportError:
-        raise InputError(
-            "the digits come with scikit-learn, which is not installed",
-            hint="pip install scikit-learn",
-        ) from None
     data = load_digits()
     grey = np.rint(data.images * (255 / 16)).astype(np.uint8)
     large = grey.repeat(SIDE // 8, axis=1).repeat(SIDE // 8, axis=2)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from subprocess import SubprocessError
 from types import ModuleType
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -44,6 +45,20 @@ class ImageTask:
     flip: bool
     """Half of the images are mirrored, left to right."""
 
+    unit: ClassVar[str] = "examples"
+    """What a minibatch counts."""
+    threads: ClassVar[int | None] = None
+    """Of the CPU, where a number suits the data; None is PyTorch's."""
+    remarks: ClassVar[tuple[str, ...]] = ()
+    """What could not be used, for people."""
+    written_in_place: ClassVar[bool] = True
+    """On CUDA every batch is written over the last one, so a captured step needs no copy of it."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of one image: channels, height, width."""
+        return tuple(self.images.shape[1:])
+
     @property
     def data_bytes(self) -> int:
         """Of all images and labels."""
@@ -66,6 +81,54 @@ class ImageTask:
             held_out_labels=self.labels[held_out],
         )
 
+    def resized(self, shape: tuple[int, ...]) -> ImageTask:
+        """The same images with other heights and widths, in color or in gray."""
+        if shape == self.shape:
+            return self
+        if len(shape) != 3 or shape[0] not in (self.shape[0], 1, 3) or self.shape[0] not in (1, 3):
+            raise InputError(
+                f"{self.name} has images of {'x'.join(map(str, self.shape))}, which cannot become "
+                f"{'x'.join(map(str, shape))}",
+                hint="--input CHANNELSxHEIGHTxWIDTH with 1 or 3 channels",
+            )
+        gray = shape[0] < self.shape[0]
+        mean, deviation = (
+            (sum(each) / len(each),) if gray else (each * shape[0])[: shape[0]]
+            for each in (self.mean, self.deviation)
+        )
+        return replace(
+            self,
+            images=_resized(self.images, shape),
+            held_out_images=_resized(self.held_out_images, shape),
+            mean=mean,
+            deviation=deviation,
+            padding=round(self.padding * shape[1] / self.shape[1]),
+        )
+
+
+def image_shape(text: str) -> tuple[int, ...]:
+    """'1x28x28' → (1, 28, 28)."""
+    parts = text.strip().split("x")
+    if len(parts) != 3 or not all(part.isdecimal() and int(part) for part in parts):
+        raise InputError(
+            f"cannot read the shape of an image {text!r}",
+            hint="CHANNELSxHEIGHTxWIDTH of one image, such as 1x28x28",
+        )
+    return tuple(int(part) for part in parts)
+
+
+def _resized(images: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A part at a time, since numbers in between take four bytes."""
+    made = torch.empty((len(images), *shape), dtype=torch.uint8)
+    for part, out in zip(images.split(1000), made.split(1000), strict=True):
+        wide = part.float()
+        if shape[0] < wide.shape[1]:
+            wide = wide.mean(1, keepdim=True)
+        if wide.shape[2:] != shape[1:]:
+            wide = F.interpolate(wide, shape[1:], mode="bilinear", antialias=True)
+        out.copy_(wide.round_().clamp_(0, 255).expand(-1, shape[0], -1, -1))
+    return made
+
 
 _SPLIT, _ORDER = 1, 2
 """What a seed is used for, so that no two uses draw the same numbers."""
@@ -81,7 +144,7 @@ def _generator(seed: int, *purpose: int) -> torch.Generator:
     return torch.Generator().manual_seed(int(state[0] >> np.uint64(1)))
 
 
-class Feed:
+class ImageFeed:
     """Batches of a task on a device: gathered, cropped, mirrored and normalised there.
 
     Every epoch draws its order, crops and flips on the CPU from (seed, epoch) alone: any batch of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
+from typing import Any, ClassVar
 
 from ...errors import InputError
 from .bpe import Pieces, Sentences, Vocabulary, learn, merges_in
@@ -39,6 +39,33 @@ class TextTask:
     notes: dict[str, Any]
     """Files, counts, and what could not be used; plain values for the records."""
 
+    unit: ClassVar[str] = "tokens"
+    """What a minibatch counts."""
+    written_in_place: ClassVar[bool] = False
+    """Minibatches have several shapes: each is a tensor of its own."""
+
+    @property
+    def threads(self) -> int | None:
+        """Kernels as small as those of number words gain nothing from more than one.
+
+        On a busy machine they wait for each other: with two threads they took eight times the
+        processor's time.
+        """
+        return 1 if self.name == "number_words" else None
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What was met in the text that cannot be trained on as it is."""
+        lines = []
+        for part, found in self.notes["remarks"].items():
+            for what, held in found.items():
+                first = ", ".join(f"{line:,}" for line in held["first_lines"])
+                more = ", …" if held["pairs"] > len(held["first_lines"]) else ""
+                lines.append(
+                    f"{self.name}, {part}: {held['pairs']:,} pairs {what} (line {first}{more})"
+                )
+        return tuple(lines)
+
     @property
     def scored(self) -> tuple[Sentences, tuple[str, ...]]:
         """The sentences to translate, and what should come out."""
@@ -51,7 +78,7 @@ class TextTask:
         return replace(self, split=split)
 
 
-class Encoder:
+class TextEncoder:
     """Words → pieces → numbers."""
 
     def __init__(self, codes: str | None, vocabulary: Vocabulary) -> None:

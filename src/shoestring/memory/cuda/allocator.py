@@ -23,12 +23,12 @@ SEGMENT_ROUNDING_BYTES = 2 * MIB
 
 
 @dataclass(slots=True, eq=False)
-class _Block:
+class _CachedBlock:
     address: int
     nbytes: int
     small: bool
-    previous: _Block | None = None
-    following: _Block | None = None
+    previous: _CachedBlock | None = None
+    following: _CachedBlock | None = None
     free: bool = False
 
 
@@ -53,11 +53,11 @@ class CachingAllocator:
         self.allocated_bytes = 0
         self.reserved_bytes = 0
         self.peak_allocated_bytes = 0
-        self._blocks: dict[int, _Block] = {}
+        self._blocks: dict[int, _CachedBlock] = {}
         self._next_handle = 0
         self._next_address = 0
         self._free: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
-        self._free_at: dict[int, _Block] = {}
+        self._free_at: dict[int, _CachedBlock] = {}
 
     def allocate(self, nbytes: int) -> int:
         """Serve a request; the handle is what `free` takes. Nothing is allocated for zero bytes."""
@@ -94,7 +94,7 @@ class CachingAllocator:
         """Forget the peak so far."""
         self.peak_allocated_bytes = self.allocated_bytes
 
-    def _take(self, size: int) -> _Block:
+    def _take(self, size: int) -> _CachedBlock:
         small = size <= SMALL_REQUEST_BYTES
         cached = self._free[small]
         position = bisect_left(cached, (size, -1))
@@ -102,12 +102,12 @@ class CachingAllocator:
             block = self._free_at.pop(cached.pop(position)[1])
             block.free = False
         else:
-            block = _Block(self._next_address, segment_bytes(size), small)
+            block = _CachedBlock(self._next_address, segment_bytes(size), small)
             self._next_address += block.nbytes
             self.reserved_bytes += block.nbytes
         remaining = block.nbytes - size
         if remaining >= ROUNDING_BYTES if small else remaining > SMALL_REQUEST_BYTES:
-            rest = _Block(block.address + size, remaining, small, block, block.following)
+            rest = _CachedBlock(block.address + size, remaining, small, block, block.following)
             if block.following is not None:
                 block.following.previous = rest
             block.following = rest
@@ -115,17 +115,19 @@ class CachingAllocator:
             self._remember(rest)
         return block
 
-    def _remember(self, block: _Block) -> None:
+    def _remember(self, block: _CachedBlock) -> None:
         block.free = True
         insort(self._free[block.small], (block.nbytes, block.address))
         self._free_at[block.address] = block
 
-    def _forget(self, block: _Block) -> None:
+    def _forget(self, block: _CachedBlock) -> None:
         cached = self._free[block.small]
         del cached[bisect_left(cached, (block.nbytes, block.address))]
         del self._free_at[block.address]
 
-    def _merge(self, first: _Block, second: _Block, forgotten: bool = False) -> _Block:
+    def _merge(
+        self, first: _CachedBlock, second: _CachedBlock, forgotten: bool = False
+    ) -> _CachedBlock:
         if first.free and not forgotten:
             self._forget(first)
         first.free = False

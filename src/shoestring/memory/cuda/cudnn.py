@@ -2,23 +2,23 @@
 
 cuDNN chooses its kernels by heuristics that are no formula. What a workspace holds is mostly a
 copy of the operands in another layout, so its size is explained by the bytes of input, weight and
-output; whether there is one at all is not. `cudnn_convolution.csv` holds the measured workspaces of
-about a thousand convolutions, most of them in both layouts, with the device and the versions they
-belong to in its header: a shape found there is exact for that device and those versions, and
-another is guessed from the nearest shapes. On another GPU or another cuDNN all of it is a guess,
-unless `memory.calibrate` has measured it there.
+output; whether there is one at all is not. The device's table (`devices/`) holds the measured
+workspaces of about a thousand convolutions, most of them in both layouts, with the device and the
+versions they belong to in its header: a shape found there is exact for that device and those
+versions, and another is guessed from the nearest shapes. On another GPU or another cuDNN all of it
+is a guess, unless `memory.cuda.calibrate` has measured it there.
 """
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from importlib.resources import files
 from math import log2, prod
 
 import torch
+
+from ...devices import gpu, rows
 
 KINDS = ("forward", "input", "weight")
 """The three operators of a convolution: itself, and the gradients of its input and its weight."""
@@ -95,11 +95,6 @@ def _ints(text: str, dimensions: int = 0) -> tuple[int, ...]:
     return numbers * dimensions if dimensions and len(numbers) == 1 else numbers
 
 
-def _rows(name: str) -> Iterable[dict[str, str]]:
-    text = (files(__package__) / name).read_text(encoding="utf-8")
-    return csv.DictReader(line for line in text.splitlines() if not line.startswith("#"))
-
-
 class ConvolutionTable:
     """Measured workspaces, and a guess from the nearest of them for other shapes."""
 
@@ -110,8 +105,8 @@ class ConvolutionTable:
 
     @classmethod
     def shipped(cls) -> ConvolutionTable:
-        """The table of `cudnn_convolution.csv`."""
-        return _shipped_table()
+        """The table of the GPU that is there, or of the reference."""
+        return _shipped_table(gpu().convolution_table)
 
     @property
     def shapes(self) -> Collection[ConvolutionShape]:
@@ -209,9 +204,9 @@ def _explanations(shape: ConvolutionShape, itemsize: int) -> dict[str, int]:
 
 
 @cache
-def _shipped_table() -> ConvolutionTable:
+def _shipped_table(name: str) -> ConvolutionTable:
     measured = {}
-    for row in _rows("cudnn_convolution.csv"):
+    for row in rows(name):
         extents = _ints(row["input"])
         spatial = len(extents) - 2
         shape = ConvolutionShape(
@@ -235,25 +230,6 @@ def _shipped_table() -> ConvolutionTable:
 
 # -- recurrent layers ------------------------------------------------------------------------------
 
-DROPOUT_STATE_BYTES = 6_488_064
-"""Random states for dropout between recurrent layers, made once: 48 KiB for each of 132 SMs."""
-
-_MIB8 = 8_380_000
-# Fitted to cudnn_rnn.csv: bytes for each layer and direction, then factors of: outputs of one
-# layer; those again if bidirectional; those again for dropout between layers; the input; states.
-_LARGE = {
-    1: (0, 6.7, 1.3, 0.0, 1.0, 0.0),
-    2: (_MIB8, 5.0, 2.05, 1.0, 1.0, 10.0),
-    3: (_MIB8, 4.45, 1.8, 0.6, 1.3, 4.0),
-}
-_SMALL = {
-    1: (_MIB8, 6.3, 0.7, 0.2, 8.1, 26.0),
-    2: (_MIB8, 19.2, 0.0, 0.0, 3.0, 9.0),
-    3: (_MIB8, 15.3, 0.0, 0.0, 4.5, 15.0),
-}
-_SMALL_HIDDEN = {1: 256, 2: 128, 3: 128}
-"""Up to this width cuDNN runs a layer by kernels that keep the weights on chip and copy more."""
-
 
 @dataclass(frozen=True, slots=True)
 class RecurrentShape:
@@ -271,9 +247,9 @@ class RecurrentShape:
 
 
 @cache
-def _measured_recurrent() -> dict[RecurrentShape, tuple[int, int]]:
+def _measured_recurrent(name: str) -> dict[RecurrentShape, tuple[int, int]]:
     table = {}
-    for row in _rows("cudnn_rnn.csv"):
+    for row in rows(name):
         mode, steps, batch, width, hidden, layers, directions, dropout, itemsize, *measured = (
             int(value) for value in row.values()
         )
@@ -286,12 +262,13 @@ def _measured_recurrent() -> dict[RecurrentShape, tuple[int, int]]:
 
 def recurrent_bytes(shape: RecurrentShape, backward: bool, exact: bool = True) -> int:
     """Workspace of a fused recurrent layer: measured, or fitted to what was measured."""
-    measured = _measured_recurrent().get(shape) if exact else None
+    measured = _measured_recurrent(gpu().recurrent_table).get(shape) if exact else None
     if measured is not None:
         return measured[backward]
     mode = max(shape.mode, 1)
-    small = shape.hidden <= _SMALL_HIDDEN[mode]
-    fixed, own, both, dropped, given, states = (_SMALL if small else _LARGE)[mode]
+    fit = gpu().recurrent_fits[mode]
+    small = shape.hidden <= fit.widest_small
+    fixed, own, both, dropped, given, states = fit.small if small else fit.large
     outputs = shape.steps * shape.batch * shape.hidden * shape.directions * shape.itemsize
     inputs = shape.steps * shape.batch * shape.input * shape.itemsize
     total = fixed * shape.layers * shape.directions + own * outputs + given * inputs

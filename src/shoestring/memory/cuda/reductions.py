@@ -11,9 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
-MULTIPROCESSORS = 132
-"""Of the H200 (and H100 SXM)."""
-THREADS_PER_MULTIPROCESSOR = 2048
+from ...devices import gpu
+
 _MAX_THREADS = 512
 _WARP = 32
 _VECTOR = 4
@@ -29,7 +28,7 @@ def _ceil(a: int, b: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Shape:
+class _JoinedShape:
     """A reduction after neighbouring dimensions of one kind were joined."""
 
     inputs: int
@@ -41,7 +40,7 @@ class _Shape:
     dimensions: int
 
 
-def _joined(shape: Sequence[int], dims: Iterable[int]) -> _Shape:
+def _joined(shape: Sequence[int], dims: Iterable[int]) -> _JoinedShape:
     reduced = {d % len(shape) for d in dims} if shape else set()
     groups: list[tuple[bool, int]] = []
     for dim, extent in enumerate(shape):
@@ -55,7 +54,7 @@ def _joined(shape: Sequence[int], dims: Iterable[int]) -> _Shape:
     inputs = prod(extent for kind, extent in groups if kind)
     outputs = prod(extent for kind, extent in groups if not kind)
     fast_reduced, fast_extent = groups[-1] if groups else (True, 1)
-    return _Shape(inputs, outputs, fast_reduced, fast_extent, len(groups))
+    return _JoinedShape(inputs, outputs, fast_reduced, fast_extent, len(groups))
 
 
 def reduction_bytes(
@@ -90,7 +89,8 @@ def reduction_bytes(
         split_outputs *= height
     values = _ceil(joined.inputs, split_inputs)
     grid = _ceil(joined.outputs // vector, split_outputs)
-    target = MULTIPROCESSORS * (THREADS_PER_MULTIPROCESSOR // (width * height))
+    card = gpu()
+    target = card.multiprocessors * (card.threads_per_multiprocessor // (width * height))
     if not across_warps or values < many or grid > target:
         return ()
     blocks = max(min(_ceil(target, grid), _ceil(values, few)), _ceil(values, many))

@@ -1,8 +1,8 @@
 """Memory a CUDA operator takes for itself while it runs, by rule, and what cuBLAS keeps.
 
 Each rule says what the memory is for. The rules follow what PyTorch's kernels allocate, checked on
-one NVIDIA H200 with torch 2.11 and cuDNN 9.19; cuDNN's own choices are a calibration of that device
-(`memory.cudnn`). An operator without a rule is taken to need nothing beyond its results.
+the reference GPU of `devices/`; cuDNN's own choices are a calibration of that device
+(`memory.cuda.cudnn`). An operator without a rule is taken to need nothing beyond its results.
 """
 
 from __future__ import annotations
@@ -13,29 +13,25 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
+from ...devices import gpu
 from ...trace.graph import Op, Phase, Trace
 from .convolutions import convolution, convolution_backward, recurrent
-from .cudnn import DROPOUT_STATE_BYTES, ConvolutionTable
+from .cudnn import ConvolutionTable
 from .operands import Operands, Rule, Temporary, nbytes_of
 from .reductions import reduction_bytes
-
-CUBLAS_BYTES = 32 * 2**20
-"""Workspace of a cuBLAS handle on Hopper. Each thread has its own handle: forward and backward."""
-CUBLAS_LT_BYTES = 2**20
-"""Workspace of cuBLASLt, which adds a bias in the same kernel (`addmm`)."""
 
 
 def cublas_bytes() -> int:
     """Of one handle, as CUBLAS_WORKSPACE_CONFIG says it, ":KiB:count" once or more."""
     said = os.environ.get("CUBLAS_WORKSPACE_CONFIG", "")
     pairs = re.findall(r":(\d+):(\d+)", said)
-    return sum(1024 * int(size) * int(n) for size, n in pairs) if pairs else CUBLAS_BYTES
+    return sum(1024 * int(size) * int(n) for size, n in pairs) if pairs else gpu().cublas_bytes
 
 
 def cublas_lt_bytes() -> int:
     """Of one thread, as CUBLASLT_WORKSPACE_SIZE says it, in KiB."""
     said = os.environ.get("CUBLASLT_WORKSPACE_SIZE", "")
-    return 1024 * int(said) if said.isdecimal() else CUBLAS_LT_BYTES
+    return 1024 * int(said) if said.isdecimal() else gpu().cublas_lt_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +72,7 @@ def persistent(trace: Trace) -> tuple[Persistent, ...]:
             found.setdefault(reason, Persistent(op.index, cublas_lt_bytes(), reason))
         if op.name == "aten._cudnn_rnn" and dict(op.settings).get("dropout", 0) > 0:
             reason = "cuDNN's random states for dropout"
-            found.setdefault(reason, Persistent(op.index, DROPOUT_STATE_BYTES, reason))
+            found.setdefault(reason, Persistent(op.index, gpu().dropout_state_bytes, reason))
     return tuple(workspace for workspace in found.values() if workspace.nbytes)
 
 
@@ -120,7 +116,7 @@ def _layer_norm_backward(view: Operands, _: ConvolutionTable) -> Iterator[Tempor
     rows = source.numel // max(width, 1)
     sizes = view.copied("grad_out", "grad_output", "input")
     # Tall and narrow: each block sums its rows, then the blocks' sums are summed.
-    if rows > 2**16 and width // 32 < 66:
+    if rows > 2**16 and width // 32 < gpu().multiprocessors // 2:
         partial = min(rows // 16 * width, 2**21) * source.dtype.itemsize
         sizes += (partial, partial)
     yield Temporary(sizes, "sums of blocks of rows, and contiguous gradients")

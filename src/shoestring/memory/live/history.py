@@ -16,7 +16,7 @@ from ..cuda.allocator import ROUNDING_BYTES, SMALL_REQUEST_BYTES, SMALL_SEGMENT_
 
 
 @dataclass(slots=True)
-class Block:
+class AllocatedBlock:
     """One allocation; `born` and `died` count the allocations of the history before them."""
 
     address: int
@@ -30,7 +30,7 @@ class Block:
 
 
 @dataclass(slots=True)
-class _Segment:
+class _HeapSegment:
     """Memory from the driver in consecutive blocks: address → (bytes, free)."""
 
     small: bool
@@ -65,9 +65,9 @@ class _Heap:
 
     def __init__(self) -> None:
         self._starts: list[int] = []
-        self._segments: dict[int, _Segment] = {}
+        self._segments: dict[int, _HeapSegment] = {}
 
-    def add(self, address: int, segment: _Segment) -> None:
+    def add(self, address: int, segment: _HeapSegment) -> None:
         self._segments[address] = segment
         self._starts = sorted(self._segments)
 
@@ -75,27 +75,27 @@ class _Heap:
         self._segments.pop(address, None)
         self._starts = sorted(self._segments)
 
-    def of(self, address: int) -> _Segment:
+    def of(self, address: int) -> _HeapSegment:
         return self._segments[self._starts[bisect_right(self._starts, address) - 1]]
 
 
 def blocks_at_peak(
     segments: Iterable[dict[str, Any]], history: Iterable[dict[str, Any]]
-) -> tuple[int, int, list[Block]]:
+) -> tuple[int, int, list[AllocatedBlock]]:
     """Peak bytes, the number of the allocation that reached it, and the blocks live then.
 
-    `segments` and `history` are what `torch.cuda.memory._snapshot` calls segments, from before,
-    and a device's trace, from after. A block's death is known also if it came after the peak.
+    `segments` and `history` are what `cuda_memory.snapshot` calls segments, from before, and a
+    device's trace, from after. A block's death is known also if it came after the peak.
     """
     heap = _Heap()
-    live: dict[int, Block] = {}
+    live: dict[int, AllocatedBlock] = {}
     for segment in segments:
-        held = _Segment(segment["segment_type"] == "small")
+        held = _HeapSegment(segment["segment_type"] == "small")
         for block in segment["blocks"]:
             used = block["state"] == "active_allocated"
             held.blocks[block["address"]] = (block["size"], block["state"] == "inactive")
             if used:
-                live[block["address"]] = Block(
+                live[block["address"]] = AllocatedBlock(
                     block["address"], block["requested_size"], block["size"], -1, []
                 )
         heap.add(segment["address"], held)
@@ -105,13 +105,13 @@ def blocks_at_peak(
         action, address = event["action"], event.get("addr", 0)
         if action == "segment_alloc":
             size = event["size"]
-            heap.add(address, _Segment(size == SMALL_SEGMENT_BYTES, {address: (size, True)}))
+            heap.add(address, _HeapSegment(size == SMALL_SEGMENT_BYTES, {address: (size, True)}))
         elif action == "segment_free":
             heap.drop(address)
         elif action == "alloc":
             nbytes = heap.of(address).take(address, event["size"])
             frames = event.get("frames", [])
-            live[address] = Block(address, event["size"], nbytes, count, frames)
+            live[address] = AllocatedBlock(address, event["size"], nbytes, count, frames)
             total += nbytes
             if total > peak_bytes:
                 peak_bytes, reached, at_peak = total, count, list(live.values())

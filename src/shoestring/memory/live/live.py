@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...torch_private.cuda_memory import record_history, snapshot
 from ...trace.graph import Phase
 from ..cuda.allocator import rounded
-from .history import Block, blocks_at_peak
+from .history import AllocatedBlock, blocks_at_peak
 from .names import Names, address, resident_names
-from .watch import Watch
+from .watch import OperationWatch
 
 
 @dataclass(frozen=True)
@@ -113,11 +114,11 @@ def live_at_peak(
     gc.collect()
     torch.cuda.synchronize()
     memory = torch.cuda.memory
-    memory._record_memory_history("all", context="alloc", stacks="python", clear_history=True)
+    record_history("all", context="alloc", stacks="python", clear_history=True)
     try:
-        before = memory._snapshot()
+        before = snapshot()
         torch.cuda.reset_peak_memory_stats(device)
-        watch = Watch(
+        watch = OperationWatch(
             lambda: memory.memory_stats_as_nested_dict(device)["allocation"]["all"]["allocated"]
         )
 
@@ -133,9 +134,9 @@ def live_at_peak(
         with watch.following(model), watch:
             step(entering)
         allocator_bytes = torch.cuda.max_memory_allocated(device)
-        after = memory._snapshot()
+        after = snapshot()
     finally:
-        memory._record_memory_history(None)
+        record_history(None)
     known = len(before["device_traces"][device.index or 0])
     trace = after["device_traces"][device.index or 0][known:]
     history = [entry for entry in trace if entry["action"] != "snapshot"]
@@ -152,7 +153,7 @@ def live_at_peak(
 
 
 def describe(
-    block: Block, watch: Watch, names: Names, gradients: Names, counted_at: int
+    block: AllocatedBlock, watch: OperationWatch, names: Names, gradients: Names, counted_at: int
 ) -> LiveBlock:
     """What a block is: by name where it has one, else by who asked for it and how long it lived."""
     ran = watch.of(block.born) if block.born >= 0 else None

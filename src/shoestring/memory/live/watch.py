@@ -14,9 +14,10 @@ from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from ...torch_private.autograd import current_node, last_sequence_number
+from ...torch_private.dispatch import TorchDispatchMode
+from ...torch_private.trees import tree_leaves
 from ...trace.graph import Phase
 
 
@@ -33,7 +34,7 @@ class Ran:
     """Addresses of the storages it gave back; what else it took is its workspace."""
 
 
-class Watch(TorchDispatchMode):
+class OperationWatch(TorchDispatchMode):
     """Notes operations by the number of allocations before and after them.
 
     `allocations` counts those of the process; inside backward, an operation belongs to the module
@@ -87,10 +88,10 @@ class Watch(TorchDispatchMode):
 
     def _place(self) -> tuple[str, Phase]:
         module = self._modules[-1] if self._modules else ""
-        node = torch._C._current_autograd_node()
+        node = current_node()
         if node is None:
             if self._phase is Phase.FORWARD:  # autograd made the operation's node just before
-                self._module_of_node.setdefault(torch.autograd._get_sequence_nr() - 1, module)
+                self._module_of_node.setdefault(last_sequence_number(), module)
             return module, self._phase
         if torch.is_grad_enabled() or self._modules:
             return module, Phase.RECOMPUTE

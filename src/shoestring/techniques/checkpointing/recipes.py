@@ -8,6 +8,20 @@ read.
 
 Saved-tensor hooks do not chain, so tensors that are kept go through the hooks that were in force
 outside, which is how recipes work inside of a region.
+
+Example, `y = conv(relu(bn(x)))` where batch_norm and relu are chosen:
+
+    forward                   noted                         autograd saves          kept in memory
+    a = batch_norm(x, …)      a: batch_norm of x            x                       x
+    b = relu(a)               b: relu of (a: …)             b → recipe of b         -
+    y = conv(b, w)            -                             b → recipe of b, w      w
+    backward
+    conv asks for b           runs batch_norm(x), relu: b is there again, one reader is left
+    relu asks for b           the same b; no reader is left, so it goes
+
+Words: a `_Recipe` makes one output; a `_View` reads it as a saved tensor has it (shape, strides); a
+`_Kept` is a tensor that recipes start from (x); a `_Saved` one that autograd keeps as it is (w). A
+tensor changed in place after it was noted is no longer what its recipe makes, and is kept.
 """
 
 from __future__ import annotations
@@ -21,13 +35,14 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from ...memory.nodes import WIDE
+from ...torch_private.autograd import DisableTorchFunction, active_saved_tensors_hooks
+from ...torch_private.trees import tree_leaves
 from .functions import CHEAP, ELEMENTWISE, JOINTS, NODES, PRODUCTS, SAVES_OUTPUT, WIDENING
 from .regions import without_statistics
 
-_unseen = torch._C.DisableTorchFunction
+_unseen = DisableTorchFunction
 """Around questions about tensors: regions outside would look at each of them."""
 
 
@@ -135,9 +150,9 @@ class Recipes:
         self._outer: Any = None
 
     def __enter__(self) -> Recipes:
-        self._outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        self._outer = active_saved_tensors_hooks()
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
-        self._watch = _Watch(self)
+        self._watch = _CallWatch(self)
         self._hooks.__enter__()
         self._watch.__enter__()
         return self
@@ -328,7 +343,7 @@ def _unpack(packed: _Saved | _View) -> torch.Tensor:
     return made
 
 
-class _Watch(TorchFunctionMode):
+class _CallWatch(TorchFunctionMode):
     def __init__(self, recipes: Recipes) -> None:
         super().__init__()
         self._recipes = recipes

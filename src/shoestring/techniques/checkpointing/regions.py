@@ -17,11 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..draws import follower
+from ...torch_private.trees import tree_flatten, tree_unflatten
+from ..draws import observer
 from .caches import refuse_caches
 
 
@@ -51,7 +51,7 @@ def region(run: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any)
 
 def _keeps_state() -> bool:
     """Not in a CUDA graph: it cannot read the state of a generator."""
-    known = follower()
+    known = observer()
     if known is not None:
         return known.keeps_state
     return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
@@ -64,7 +64,7 @@ class _again:
         self._model, self._kept = model, kept
 
     def __enter__(self) -> None:
-        known = follower()
+        known = observer()
         self._contexts = ExitStack()
         self._contexts.enter_context(frozen_statistics(self._model, self._kept))
         if known is not None:

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from ...memory.device import device_timeline
 from ...memory.timeline import resident_bytes
 from ...memory.work import Work, work_of
+from ...torch_private.trees import tree_leaves
 from ...trace.graph import Phase, Role, Trace
 from ...trace.recorder import Recorder
 

@@ -1,4 +1,20 @@
-"""Put regions around the modules of a model, and take them away again."""
+"""Put regions around the modules of a model, and take them away again.
+
+A region of several blocks must run as one function, so that only its input is kept, but the model's
+own code calls its blocks one by one. So a block that does not end its region does not run yet: it
+returns a `Pending` output, which the next block takes over.
+
+Example, blocks 1 to 3 in one region `[keep, cheap, keep]`:
+
+    model's code       what happens                                         kept for backward
+    h = block1(x)      Pending: calls [(x)]                                 -
+    h = block2(h)      Pending: calls [(x), ()]                             -
+    h = block3(h)      ends the region: region(block1, block2, block3)(x)   x
+    loss.backward()    region runs again, inside its blocks as the items say
+
+Anything else that reads a `Pending` output (`h + x`, `print(h)`) runs what is there of the region.
+Without gradients the blocks' own `forward` runs.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +28,7 @@ import torch
 from torch import nn
 
 from ...memory.items import Item, leaves, part
+from ...torch_private.trees import tree_map
 from ..base import Run
 from .recipes import Recipes
 from .regions import region
@@ -136,8 +153,6 @@ class Pending:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        from torch.utils._pytree import tree_map
-
         def real(leaf: Any) -> Any:
             return leaf.value() if isinstance(leaf, Pending) else leaf
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...torch_private.kernels import foreach_add_
 from ..base import Setup
 
 DEVICES = ("cuda",)
@@ -84,6 +85,7 @@ class Compensated(_Taken):
     def __init__(self, setup: Setup) -> None:
         self._sums: dict[torch.Tensor, tuple[torch.Tensor, torch.Tensor | None]] = {}
         super().__init__(setup, [p for p in setup.model.parameters() if p.requires_grad])
+        setup.adds_apart = True
 
     def _add(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         if parameter not in self._sums:
@@ -146,7 +148,7 @@ class Together(_Taken):
             alike.setdefault(gradient.dtype, []).append(parameter)
         for parameters in alike.values():
             totals = [self._sums[parameter] for parameter in parameters]
-            torch._foreach_add_(totals, [self._waiting[parameter] for parameter in parameters])
+            foreach_add_(totals, [self._waiting[parameter] for parameter in parameters])
         self._waiting.clear()
         self._bytes = 0
 

@@ -14,8 +14,10 @@ from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from ...torch_private.autograd import runs_backward
+from ...torch_private.dispatch import TorchDispatchMode
+from ...torch_private.trees import tree_leaves
 
 _aten = torch.ops.aten
 _SHUFFLES = ("randperm",)
@@ -94,7 +96,7 @@ class Drawn(_Random):
         self, name: str, state: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any
     ) -> Any:
         """Keep a copy: the model may write to it."""
-        if torch._C._current_graph_task_id() == -1:  # not of a recomputation
+        if not runs_backward():  # not of a recomputation
             drawn = _drawn(name, made)
             kept = None if drawn is None else drawn.detach().clone()
             self.draws.append(Draw(name, kept, _bounds(name, args, kwargs)))
@@ -126,7 +128,7 @@ class Slices(_Random):
         """The part's rows, in the type that is asked for."""
         drawn = _drawn(name, made)
         key = None if drawn is None else (name, state, tuple(drawn.shape))
-        if torch._C._current_graph_task_id() != -1:
+        if runs_backward():
             rows = self._again.get(key)
         else:
             rows = self._found(name, drawn, _bounds(name, args, kwargs))

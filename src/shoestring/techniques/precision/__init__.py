@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from ...errors import InputError, NoEffectWarning
+from ...kernels.rounding import Noise
 from ...trace.batches import map_tensors
 from ...trace.graph import Trace
 from ..base import Flag, Setup, Technique
@@ -21,7 +22,6 @@ from .check import check_model, check_optimizer, named_failures
 from .convert import lower_model
 from .estimate import estimate_update
 from .moments import ScaledMoments
-from .rounding import Noise
 from .scaling import LossScale
 from .state import PrecisionState
 from .update import NarrowUpdate

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from ...torch_private.kernels import foreach_copy_
+
 LARGEST = 2**20
 SMALLEST = 2**14
 
@@ -45,7 +47,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Block:
+class UpdateBlock:
     """Pieces that share settings, type and the names of their state."""
 
     group: dict[str, Any]
@@ -81,15 +83,15 @@ def gather(tensors: list[torch.Tensor], dtype: torch.dtype) -> Flat:
     views = [
         part.view(tensor.shape) for part, tensor in zip(whole.split(sizes), tensors, strict=True)
     ]
-    torch._foreach_copy_(views, tensors)
+    foreach_copy_(views, tensors)
     return Flat(whole, views)
 
 
 def blocks(
     work: Iterable[tuple[dict[str, Any], tuple[str, ...], torch.Tensor, list[Rows]]], elements: int
-) -> Iterator[Block]:
+) -> Iterator[UpdateBlock]:
     """(settings, names of state, parameter, its rows) → blocks of about so many elements."""
-    open_blocks: dict[Any, Block] = {}
+    open_blocks: dict[Any, UpdateBlock] = {}
     filled: dict[Any, int] = {}
     for group, keys, parameter, pieces in work:
         alike = id(group), keys, parameter.dtype
@@ -99,7 +101,7 @@ def blocks(
             if alike in open_blocks and filled[alike] + size > elements:
                 yield open_blocks.pop(alike)
             if alike not in open_blocks:
-                open_blocks[alike], filled[alike] = Block(group, keys, []), 0
+                open_blocks[alike], filled[alike] = UpdateBlock(group, keys, []), 0
             open_blocks[alike].pieces.append(piece)
             filled[alike] += size
     yield from open_blocks.values()

@@ -7,6 +7,7 @@ from torch import nn
 from torch.backends import cudnn
 from torch.backends.cudnn.rnn import get_cudnn_mode
 
+from ...torch_private.kernels import cudnn_rnn_flatten_weight
 from ...trace.blocks import is_normalization
 from ..base import Setup
 
@@ -68,7 +69,7 @@ def _flatten_bf16(module: nn.RNNBase, weights: list[torch.Tensor]) -> None:
     if shared or not cudnn.is_available():
         return
     with torch.no_grad():
-        torch._cudnn_rnn_flatten_weight(
+        cudnn_rnn_flatten_weight(
             weights,
             (4 if module.bias else 2) + (1 if module.proj_size else 0),
             module.input_size,

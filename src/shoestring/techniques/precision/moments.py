@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
+from ...kernels.rounding import Noise
+from ...torch_private.kernels import foreach_copy_, foreach_mul_, foreach_norm
 from ..base import Meaning
-from .blocks import Block, Flat, block_elements, cut, gather
-from .rounding import Noise
+from .blocks import Flat, UpdateBlock, block_elements, cut, gather
 
 SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta"})
 SUFFIX = "_exponent"
@@ -53,19 +54,19 @@ class MomentStorage:
         if self.scaled and like.dtype is torch.float16:
             state[key + SUFFIX] = torch.zeros(pieces, dtype=like.dtype, device=like.device)
 
-    def read(self, block: Block, states: list[dict[str, Any]], key: str) -> Flat:
+    def read(self, block: UpdateBlock, states: list[dict[str, Any]], key: str) -> Flat:
         """The pieces of a block in FP32, a copy."""
         wide = gather(_pieces(block, states, key), torch.float32)
         if key + SUFFIX in states[0]:
             exponents = torch.stack(_slots(block, states, key))
-            torch._foreach_mul_(wide.views, power_of_two(-exponents).unbind())
+            foreach_mul_(wide.views, power_of_two(-exponents).unbind())
             if key in SQUARES:
                 wide.whole.square_()
         return wide
 
     def write(
         self,
-        block: Block,
+        block: UpdateBlock,
         states: list[dict[str, Any]],
         key: str,
         wide: Flat,
@@ -75,14 +76,14 @@ class MomentStorage:
         if key + SUFFIX in states[0]:
             if key in SQUARES:
                 wide.whole.sqrt_()
-            tops = torch.stack(torch._foreach_norm(wide.views, torch.inf))
+            tops = torch.stack(foreach_norm(wide.views, torch.inf))
             exponents = exponents_for(tops)
-            torch._foreach_mul_(wide.views, power_of_two(exponents).unbind())
+            foreach_mul_(wide.views, power_of_two(exponents).unbind())
             slots = _slots(block, states, key)
             chosen = exponents.to(slots[0].dtype)
             if skip is not None:
                 chosen = torch.where(skip, torch.stack(slots), chosen)
-            torch._foreach_copy_(slots, chosen.unbind())
+            foreach_copy_(slots, chosen.unbind())
         write(_pieces(block, states, key), wide, self._noise, skip)
 
 
@@ -119,14 +120,14 @@ def write(
         narrow = noise.rounded(wide.whole, dtype, keep_nan=skip is None)
     if skip is not None:
         narrow = torch.where(skip, gather(targets, dtype).whole, narrow)
-    torch._foreach_copy_(targets, wide.like(narrow))
+    foreach_copy_(targets, wide.like(narrow))
 
 
-def _pieces(block: Block, states: list[dict[str, Any]], key: str) -> list[torch.Tensor]:
+def _pieces(block: UpdateBlock, states: list[dict[str, Any]], key: str) -> list[torch.Tensor]:
     return [state[key][piece.rows] for piece, state in zip(block.pieces, states, strict=True)]
 
 
-def _slots(block: Block, states: list[dict[str, Any]], key: str) -> list[torch.Tensor]:
+def _slots(block: UpdateBlock, states: list[dict[str, Any]], key: str) -> list[torch.Tensor]:
     """Where the exponents of a block's pieces are, each a view of one number."""
     return [
         state[key + SUFFIX][piece.index] for piece, state in zip(block.pieces, states, strict=True)

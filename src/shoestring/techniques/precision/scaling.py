@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from ...torch_private.kernels import find_overflow_and_unscale_, update_scale_
+
 LARGEST = 2.0**24
 LARGEST_FOR_HALF_LOSS = 2.0**15
 """The scale is the gradient of the loss, which in an FP16 loss is FP16 and ends at 65,504."""
@@ -43,15 +45,13 @@ class LossScale:
         for gradient in gradients:
             by_type.setdefault(gradient.dtype, []).append(gradient)
         for group in by_type.values():  # times one: the kernel only looks
-            torch._amp_foreach_non_finite_check_and_unscale_(group, self.found_inf, self._one)
+            find_overflow_and_unscale_(group, self.found_inf, self._one)
         self.agree(self.found_inf)
 
     def adjust(self) -> None:
         """Count, and move the scale."""
         self.skipped_steps.add_(self.found_inf > 0)
-        torch._amp_update_scale_(
-            self.scale, self.good_steps, self.found_inf, 2.0, 0.5, self._interval
-        )
+        update_scale_(self.scale, self.good_steps, self.found_inf, 2.0, 0.5, self._interval)
         self.scale.clamp_(max=self._largest)
 
     def state_dict(self) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .rounding import Noise
+from ...kernels.rounding import Noise
 from .scaling import LossScale
 
 

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.optim import Adam, AdamW, Optimizer
 
+from ...torch_private.kernels import fused_sgd_
+
 
 def make_twin(optimizer: Optimizer) -> Optimizer:
     """An optimizer of the same class and attributes, whose parameters and state are set later."""
@@ -46,7 +48,7 @@ def fused_sgd(
     for (name, _), parameters in alike.items():
         group = groups[name]
         states = [optimizer.state[parameter] for parameter in parameters]
-        torch._fused_sgd_(
+        fused_sgd_(
             [parameter.detach() for parameter in parameters],
             [parameter.grad for parameter in parameters if parameter.grad is not None],
             [state["momentum_buffer"] for state in states] if group["momentum"] else [],

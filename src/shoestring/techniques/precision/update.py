@@ -6,6 +6,22 @@ momentum or AMSGrad are PyTorch's, settings are read from `param_groups` at ever
 state is in `optimizer.state`. On CUDA, SGD and Adam need no copies: SGD's fused kernel computes in
 FP32 on FP16 tensors (the CPU's leaves most of them untouched, pytorch#191763), and where numbers
 are scaled or rounded at random, the kernels are ours.
+
+One update, from the three ways the one that can:
+
+    look for infinities in the gradients (FP16)  →  skip, on the device
+      1 SGD, nearest, on CUDA     `_can_fuse`       one fused kernel over all parameters
+      2 usual settings on CUDA    `_has_kernels`    `fused.py`: in place, each piece where it lies
+      3 otherwise                 `_update`         block by block:
+
+         16 bits                       FP32, one block at a time (at most 1/16 of the model)
+         parameter ── gather ──►  wide ───────┐
+         gradient  ── gather ──►  · 1/scale ──┼─► reference optimizer .step() on this block alone
+         moments   ── read ────►  · 2^-e, x² ─┘        │
+         parameter ◄── round, unless skip ─────────────┤
+         moments   ◄── √x, · 2^e, round, unless skip ──┘
+
+    move the loss scale
 """
 
 from __future__ import annotations
@@ -15,17 +31,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from ...kernels import expected
+from ...kernels.rounding import Noise
+from ...torch_private.fake_tensors import FakeTensor
+from ...torch_private.kernels import foreach_mul_
 from ...trace.cuda import is_dense, on_cuda
 from ...trace.fakes import is_fake, readable
 from ..optimizers import ELEMENTWISE
-from .blocks import Block, Piece, Rows, block_elements, blocks, cut, gather
+from .blocks import Piece, Rows, UpdateBlock, block_elements, blocks, cut, gather
 from .convert import cast
 from .moments import SUFFIX, MomentStorage, is_moment, write
-from .rounding import Noise
 from .scaling import LossScale
 from .twin import fused_sgd, make_twin, single
 
@@ -124,12 +141,12 @@ class NarrowUpdate:
         """
         if skip is not None and readable(skip) and bool(skip):
             return
-        block = Block(group, (), [Piece(parameter, ..., 0, True)])
+        block = UpdateBlock(group, (), [Piece(parameter, ..., 0, True)])
         (made,) = self._computed(block, [{}], skip, inverse, zero=True)
         self._optimizer.state[parameter] = self._stored(parameter, made)
 
     def _update(
-        self, block: Block, skip: torch.Tensor | None, inverse: torch.Tensor | None
+        self, block: UpdateBlock, skip: torch.Tensor | None, inverse: torch.Tensor | None
     ) -> None:
         states = [self._optimizer.state[piece.parameter] for piece in block.pieces]
         read = {key: self._storage.read(block, states, key) for key in block.keys}
@@ -155,7 +172,7 @@ class NarrowUpdate:
 
     def _computed(
         self,
-        block: Block,
+        block: UpdateBlock,
         given: list[dict[str, Any]],
         skip: torch.Tensor | None,
         inverse: torch.Tensor | None,
@@ -184,7 +201,7 @@ class NarrowUpdate:
     def _rows(self, parameter: torch.Tensor) -> list[Rows]:
         return cut(parameter, self._elements) if self._elementwise else [...]
 
-    def _blocks(self, work: Gradients) -> list[Block]:
+    def _blocks(self, work: Gradients) -> list[UpdateBlock]:
         listed = []
         for group, parameter in work:
             state = self._optimizer.state[parameter]
@@ -231,11 +248,11 @@ class NarrowUpdate:
             for block in blocks:  # read and written where they are
                 for piece in block.pieces:
                     moments = [states[piece.parameter][key][piece.rows] for key in block.keys]
-                    torch._foreach_mul_([piece.narrow, *moments], 1)
+                    foreach_mul_([piece.narrow, *moments], 1)
             return
-        from ...kernels import update as kernels
+        from . import fused  # needs Triton
 
-        update = kernels.sgd if isinstance(self._optimizer, SGD) else kernels.adam
+        update = fused.sgd if isinstance(self._optimizer, SGD) else fused.adam
         update(states, blocks, self._drawing, self._scale, stochastic=self._noise is not None)
 
     def convert_state(self) -> Callable[[], None]:
@@ -282,7 +299,7 @@ class NarrowUpdate:
                 rows = self._rows(parameter)
                 self._storage.make(made, key, parameter.detach(), len(rows))
                 for index, part in enumerate(rows):
-                    block = Block({}, (key,), [Piece(parameter, part, index, True)])
+                    block = UpdateBlock({}, (key,), [Piece(parameter, part, index, True)])
                     wide = gather([value[part]], torch.float32)
                     self._storage.write(block, [made], key, wide, None)
         return made

@@ -15,12 +15,13 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
+from ...torch_private.autograd import active_saved_tensors_hooks
 from .tensor import SparseTensor
 
 Gradient = torch.Tensor | None
 
 
-class Settings(NamedTuple):
+class ConvolutionSettings(NamedTuple):
     """What a convolution is told, in the order of `torch.convolution`."""
 
     stride: tuple[int, ...]
@@ -60,7 +61,7 @@ class _PackedFirst(torch.autograd.Function):
     @classmethod
     def apply(cls, *args: Any) -> Any:
         """Pack, then run with the packed objects in the place of the tensors."""
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        hooks = active_saved_tensors_hooks()
         in_graph = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
         if hooks is None or not in_graph or not torch.is_grad_enabled():
             return super().apply(*args)
@@ -123,7 +124,7 @@ class Convolution(_PackedFirst):
         values: torch.Tensor,
         bias: torch.Tensor | None,
         weight: SparseTensor,
-        settings: Settings,
+        settings: ConvolutionSettings,
         dtype: torch.dtype,
     ) -> torch.Tensor:
         """Scatter, convolve, drop."""

@@ -20,10 +20,6 @@ CHUNK = 32_760
 """Elements unpacked at a time on the CPU: from 32,768 on `masked_select` makes int64 tables."""
 
 
-COARSE, FINE = 4096, 64
-"""Elements between the counts of nonzeros that kernels look up, and between those within them."""
-
-
 def _rows_columns(shape: Sequence[int]) -> tuple[int, int]:
     return (shape[0], math.prod(shape[1:])) if len(shape) else (1, 1)
 
@@ -53,13 +49,6 @@ def index_bytes(shape: Sequence[int], nonzeros: int) -> int:
 def is_bitmask(index: torch.Tensor, shape: Sequence[int]) -> bool:
     """Whether the index is a bitmask; columns are kept only where they are shorter."""
     return index.numel() == bitmask_bytes(shape)
-
-
-def room_for_starts(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Nonzeros before each 4,096 elements of a bitmask, and before each 64 within them, unknown."""
-    words = -(-packed.numel() * 8 // FINE)
-    blocks = -(-words * FINE // COARSE)
-    return packed.new_empty(blocks, dtype=torch.int32), packed.new_empty(words, dtype=torch.int16)
 
 
 def encode(mask: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
@@ -134,6 +123,7 @@ def scatter(values: torch.Tensor, index: torch.Tensor, shape: Sequence[int]) -> 
         dense[place].masked_scatter_(mask, values[done:])
         if place.stop < dense.numel() and not is_fake(mask):
             done += int(mask.sum())
+        del mask  # before the next one is made
     return dense.view(shape)
 
 
@@ -151,4 +141,5 @@ def gather(dense: torch.Tensor, index: torch.Tensor, nonzeros: int) -> torch.Ten
             found = flat[place].masked_select(mask)
         values[done : done + found.numel()] = found
         done += found.numel()
+        del mask, found  # before the next ones are made
     return values

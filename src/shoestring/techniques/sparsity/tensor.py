@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ...kernels import has_triton, in_prediction, launched
+from ...kernels.bitmask_counts import room_for_starts
 from . import index as plain
 
 
@@ -89,7 +90,7 @@ class SparseTensor:
         """Whether it stands for one that the kernels will go over, with what they look up."""
         there = in_prediction(tensor) and self._has_bits()
         if there and self._starts is None:
-            self._starts = plain.room_for_starts(self.index)
+            self._starts = room_for_starts(self.index)
         return there
 
     def dense(

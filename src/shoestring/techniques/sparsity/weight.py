@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.utils._pytree import tree_map
 
 from ...errors import InputError
-from .functions import Convolution, Dense, Embedding, Linear, Settings
+from ...torch_private.autograd import DisableTorchFunctionSubclass
+from ...torch_private.dispatch import make_wrapper_subclass
+from ...torch_private.trees import tree_map
+from .functions import Convolution, ConvolutionSettings, Dense, Embedding, Linear
 from .tensor import SparseTensor
 
 
@@ -27,7 +29,7 @@ class SparseWeight(torch.Tensor):
     @staticmethod
     def __new__(cls, source: SparseTensor, transposed: bool = False) -> SparseWeight:
         shape = source.shape[::-1] if transposed else source.shape
-        made = torch.Tensor._make_wrapper_subclass(
+        made = make_wrapper_subclass(
             cls,
             shape,
             dtype=source.values.dtype,
@@ -44,7 +46,7 @@ class SparseWeight(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         route = _ROUTES.get(func)
         if route is not None:
@@ -160,7 +162,7 @@ def _each(value: Any, dims: int) -> tuple[int, ...]:
 
 
 def _convolve(
-    dims: int, x: Any, weight: Any, bias: Any, settings: Callable[[int], Settings]
+    dims: int, x: Any, weight: Any, bias: Any, settings: Callable[[int], ConvolutionSettings]
 ) -> Any:
     operands = _operands(x, weight, bias)
     if operands is None:
@@ -190,7 +192,7 @@ def _convolution(dims: int) -> Callable[..., Any]:
             input,
             weight,
             bias,
-            lambda d: Settings(
+            lambda d: ConvolutionSettings(
                 _each(stride, d), _each(padding, d), _each(dilation, d), False, (0,) * d, groups
             ),
         )
@@ -226,7 +228,7 @@ def _transposed_convolution(dims: int) -> Callable[..., Any]:
             input,
             weight,
             bias,
-            lambda d: Settings(
+            lambda d: ConvolutionSettings(
                 _each(stride, d),
                 _each(padding, d),
                 _each(dilation, d),

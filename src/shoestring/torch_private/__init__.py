@@ -1,0 +1,20 @@
+"""Every private API of PyTorch that shoestring uses, one module for each area of torch.
+
+No other file names `torch._…`. When torch moves, look here first; this is what breaks:
+
+- `fake_tensors` (`torch._subclasses.fake_tensor`): every prediction, so profile, plan and verify.
+- `dispatch` (`torch.utils._python_dispatch`): tracing, measuring on the CPU, sparse weights.
+- `trees` (`torch.utils._pytree`): whatever looks for the tensors of a batch or of a call.
+- `autograd` (`torch._C`, `torch.autograd`): which operation a gradient belongs to; recomputation
+  by recipe; sparse weights under checkpointing.
+- `storages` (`torch._C`, `torch._prims_common`): gradients added in place, and layouts, in traces.
+- `kernels` (`torch._foreach_*`, `torch._fused_sgd_`, `torch._amp_*`): updates in 16 bits,
+  accumulation, loss scaling.
+- `cuda_memory` (`torch._C`, `torch.cuda.memory`): captured steps; `Step.live`.
+
+Beside these, code reads attributes that PyTorch does not document. They have not moved for years:
+`_cdata` of a storage, `_version` of a tensor, `_opname`, `_schema` and `_overloadpacket` of an
+operation, `_sequence_nr` of a node, `_parameters`, `_buffers` and hooks of a module, hooks of an
+optimizer, and `_BatchNorm`, `_NormBase`, `_ConvNd`, `_DropoutNd` in `torch.nn.modules`. Operations
+are named by their schema (`aten._cudnn_rnn`), which changes only between releases.
+"""

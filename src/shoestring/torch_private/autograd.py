@@ -1,0 +1,37 @@
+"""The node that runs now, how nodes are numbered, and the hooks on what they save."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+
+DYNAMO = "torch._dynamo"
+"""A second to import; the first optimizer does it."""
+
+DisableTorchFunction = torch._C.DisableTorchFunction
+DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
+tensor_methods: ModuleType = torch._tensor
+"""Where the methods of tensors written in Python are defined."""
+
+
+def current_node() -> Any:
+    """The node whose backward pass runs now, on this thread; None outside of one."""
+    return torch._C._current_autograd_node()
+
+
+def last_sequence_number() -> int:
+    """Of the node that was made last on this thread."""
+    return torch.autograd._get_sequence_nr() - 1
+
+
+def active_saved_tensors_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """The innermost `saved_tensors_hooks` that is active: its pack and unpack."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+def runs_backward() -> bool:
+    """Whether a backward pass runs now, on this thread."""
+    return torch._C._current_graph_task_id() != -1
