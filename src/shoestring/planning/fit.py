@@ -13,7 +13,7 @@ from ..errors import BudgetError, InputError
 from ..step.apply import apply
 from ..step.holding import Hold, shapes_of
 from ..step.step import Step, revisable
-from ..techniques.microbatching.split_test import find_units
+from ..techniques.splitting.find import find_units
 from ..torch_private.fake_tensors import FakeTensorMode
 from ..trace.capture import Loss, check_trainable
 from ..trace.fakes import check_optimizer, fake_batch, fake_model, make_optimizer

@@ -16,10 +16,10 @@ from ..step.trace_step import capture_step
 from ..techniques import registered
 from ..techniques.base import Setup
 from ..techniques.claims import Level
-from ..techniques.microbatching.split_test import find_units
 from ..techniques.offers import Context, Offer
 from ..techniques.plan import Plan
 from ..techniques.splitting import SplitFound
+from ..techniques.splitting.find import find_units
 from ..trace.blocks import is_normalization
 from ..trace.capture import Loss, capture, check_trainable
 from ..trace.fakes import OptimizerLike, make_optimizer

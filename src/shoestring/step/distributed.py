@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ..errors import InputError
 from ..memory.live.measure import Measurement
 from ..techniques.base import Setup, Technique
-from ..techniques.microbatching import tested_units
 from ..techniques.plan import Plan
+from ..techniques.splitting.find import tested_units
 from ..trace.blocks import is_normalization
 from ..trace.capture import Loss
 from ..trace.graph import Phase

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from ..errors import InputError
-from ..techniques.microbatching.units import AUTO, EXAMPLES, SUM, Units, counter
 from ..techniques.plan import Plan
+from ..techniques.splitting.units import AUTO, EXAMPLES, SUM, Units, counter
 from ..trace.split import cut, examples_of
 from .group import communication_device, rank, ranks
 

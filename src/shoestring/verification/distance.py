@@ -37,14 +37,14 @@ _LEAST = {torch.float16: 4.0, torch.bfloat16: 2.0}
 
 
 @dataclass(frozen=True)
-class Noise:
+class RoundingNoise:
     """What rounding changes in each tensor, and in all of them relative to their norm."""
 
     norms: dict[Any, float] = field(default_factory=dict)
     relative: float = 0.0
 
     @classmethod
-    def between(cls, exact: Tensors, rounded: Tensors) -> Noise:
+    def between(cls, exact: Tensors, rounded: Tensors) -> RoundingNoise:
         """Of tensors that were computed in fewer bits."""
         apart = {name: _apart(exact[name], rounded[name]) for name in exact if name in rounded}
         apart = {name: norm for name, norm in apart.items() if math.isfinite(norm)}
@@ -59,10 +59,10 @@ class Noise:
         of_all = self.relative * _norm_of(expected) * (multiple if spread is None else spread)
         return max(multiple * self.norms.get(name, 0.0), of_all)
 
-    def __or__(self, other: Noise) -> Noise:
+    def __or__(self, other: RoundingNoise) -> RoundingNoise:
         names = self.norms.keys() | other.norms.keys()
         norms = {n: max(self.norms.get(n, 0.0), other.norms.get(n, 0.0)) for n in names}
-        return Noise(norms, max(self.relative, other.relative))
+        return RoundingNoise(norms, max(self.relative, other.relative))
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Distance:
 def distance(
     expected: Tensors,
     found: Tensors,
-    noise: Noise,
+    noise: RoundingNoise,
     multiple: float,
     spread: float | None = None,
 ) -> Distance:

@@ -9,7 +9,7 @@ import torch
 from ..errors import InputError
 from ..torch_private.dispatch import TorchDispatchMode
 from ..torch_private.trees import tree_leaves
-from .distance import Noise
+from .distance import RoundingNoise
 from .sides import Plain, Trained
 
 _BITS = {"fp16": 11, "bf16": 8}
@@ -68,7 +68,7 @@ def trained_in_16_bits(
         return None
 
 
-def noises(exact: Trained, rounded: Trained) -> dict[str, Noise]:
+def noises(exact: Trained, rounded: Trained) -> dict[str, RoundingNoise]:
     """For each thing that is compared."""
     rows, others = exact.rows(), rounded.rows()
-    return {what: Noise.between(rows[what], others[what]) for what in rows}
+    return {what: RoundingNoise.between(rows[what], others[what]) for what in rows}

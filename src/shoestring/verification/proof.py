@@ -14,11 +14,11 @@ from torch import nn
 from ..errors import InputError, NoEffectWarning, TraceError
 from ..techniques.base import Technique
 from ..techniques.claims import WHAT, Circumstances, Claims, Level, weakest
-from ..techniques.microbatching.draws import open_kernels
-from ..techniques.microbatching.split_test import find_units
-from ..techniques.microbatching.units import AUTO
 from ..techniques.plan import Plan
 from ..techniques.splitting import SplitFound
+from ..techniques.splitting.draws import open_kernels
+from ..techniques.splitting.find import find_units
+from ..techniques.splitting.units import AUTO
 from ..trace.blocks import is_normalization
 from ..trace.capture import Loss
 from ..trace.split import examples_of
@@ -32,7 +32,7 @@ from .distance import (
     NEAR_SPREAD,
     ROUNDING_MULTIPLE,
     Distance,
-    Noise,
+    RoundingNoise,
     distance,
     gain,
 )
@@ -158,7 +158,7 @@ class Proof:
 
     # -- rounding ------------------------------------------------------------------------------
 
-    def _measured(self) -> dict[str, Noise]:
+    def _measured(self) -> dict[str, RoundingNoise]:
         if self.exact is not None:
             self.reference = "rounding measured against the same steps in FP64"
             return noises(self.exact, self.expected)
@@ -167,21 +167,21 @@ class Proof:
         kinds = computed_kinds(lambda: loss(Plain(*self._trained).model, self.data[0]))
         worst = max(_ASSUMED[kind] for kind in kinds & _ASSUMED.keys())
         self.reference = f"rounding assumed to be {worst:g}: the step does not run in FP64"
-        return {what: Noise({}, worst) for what in self.expected.rows()}
+        return {what: RoundingNoise({}, worst) for what in self.expected.rows()}
 
-    def _near(self) -> dict[str, Noise]:
+    def _near(self) -> dict[str, RoundingNoise]:
         """What the plan's 16 bits do to a plain step, and rounding as it is."""
         kind = self._narrow
         if kind is None:
             return self._noise
-        found = {what: Noise({}, EPSILON[kind] / 2) for what in self._noise}
+        found = {what: RoundingNoise({}, EPSILON[kind] / 2) for what in self._noise}
         for seed in (None, 0):  # two samples: one number's noise can be zero by luck
             made = None
             if self.exact is not None:
                 side = self._like_plain(wide=False)
                 made = trained_in_16_bits(side, kind, self.data, seed)
             if made is None or self.exact is None:
-                return {what: Noise({}, EPSILON[kind]) for what in self._noise}
+                return {what: RoundingNoise({}, EPSILON[kind]) for what in self._noise}
             self._in_16_bits = self._in_16_bits or made
             also = noises(self.exact, made)
             found = {what: found[what] | also[what] for what in found}
@@ -220,7 +220,7 @@ class Proof:
         return [row if row.ok else self._suspected(row) for row in made]
 
     def _row(
-        self, what: str, expected: dict[Any, Any], found: dict[Any, Any], near: Noise | None
+        self, what: str, expected: dict[Any, Any], found: dict[Any, Any], near: RoundingNoise | None
     ) -> Comparison:
         claim, why = self.claims[what]
         if not expected and not found:
@@ -249,12 +249,12 @@ class Proof:
         level = Level.NEAR if within and claim is Level.NEAR else Level.LOSSY
         return Comparison(what, claim, level, seen.relative, bound, why, seen.name)
 
-    def _moves(self, after: dict[Any, Any]) -> Noise:
+    def _moves(self, after: dict[Any, Any]) -> RoundingNoise:
         """Dividing by the gradient turns the rounding of a small one into a whole move."""
         before = {plain_name(n): p for n, p in self._trained[0].named_parameters()}
         held = {n: self.planned.as_held(n, before[n]) for n in after}
-        moved = Noise.between(after, held)
-        return Noise({n: norm / NEAR_MULTIPLE for n, norm in moved.norms.items()})
+        moved = RoundingNoise.between(after, held)
+        return RoundingNoise({n: norm / NEAR_MULTIPLE for n, norm in moved.norms.items()})
 
     def _longer(self, expected: dict[Any, Any], found: dict[Any, Any]) -> float:
         """A common factor of all gradients that 16 bits do not explain; 0 where there is none."""
@@ -288,7 +288,7 @@ class Proof:
         expected, found = self.exact.rows(), again.rows()
         if self.against is not None:
             _unshared(expected, found)
-        allowed = Noise({}, EXACT if steady else EXACT_NARROW)
+        allowed = RoundingNoise({}, EXACT if steady else EXACT_NARROW)
         apart = {what: distance(expected[what], found[what], allowed, 1.0) for what in checked}
         return {what: d for what, d in apart.items() if not d.equal and not d.within}
 
@@ -360,7 +360,7 @@ class Proof:
         if whole is None or parts is None or loop is None or by_plan is None:
             why = "not compared: the step does not run in FP64"
             return Comparison(technique.name, Level.ROUNDING, Level.UNPROVEN, None, why=why)
-        allowed = Noise({}, EXACT if not whole.narrowed else EXACT_NARROW)
+        allowed = RoundingNoise({}, EXACT if not whole.narrowed else EXACT_NARROW)
         kept = ("loss", "gradients") if not self._even_optimizer() else tuple(loop.rows())
         pairs = [(whole.rows()[w], parts.rows()[w]) for w in ("loss", "gradients")]
         pairs += [(loop.rows()[what], by_plan.rows()[what]) for what in kept]
@@ -387,7 +387,7 @@ class Proof:
             without = side.train(self.data)
         on_cpu = next(iter(self.planned.named.values())).is_cpu
         claim = Level.EQUAL if on_cpu else Level.ROUNDING
-        merged = Noise({}, max(noise.relative for noise in self._noise.values()))
+        merged = RoundingNoise({}, max(noise.relative for noise in self._noise.values()))
         seen = distance(without.all(), self.found.all(), merged, ROUNDING_MULTIPLE)
         level = Level.EQUAL if seen.equal else Level.ROUNDING if seen.within else Level.LOSSY
         if without.streams != self.found.streams:

@@ -16,9 +16,9 @@ from torch import nn
 from ..memory.live.measure import training_step
 from ..step.apply import apply
 from ..step.step import Step
-from ..techniques.microbatching.draws import Draw, Drawn, Slices
-from ..techniques.microbatching.units import weights
 from ..techniques.plan import Plan
+from ..techniques.splitting.draws import Draw, Drawn, Slices
+from ..techniques.splitting.units import weights
 from ..trace.batches import map_tensors, tensors_of
 from ..trace.capture import Loss, user_code
 from ..trace.fakes import make_optimizer

@@ -133,7 +133,7 @@ def test_a_loss_averaged_over_tokens_is_weighted_by_tokens(kind, as_tensor):
 def test_a_part_without_units_adds_nothing(counted, monkeypatch):
     if counted == "on a device":  # a tensor whose value is not asked for
         monkeypatch.setattr(microbatching, "readable", lambda tensor: False)
-        monkeypatch.setattr(microbatching.units, "readable", lambda tensor: False)
+        monkeypatch.setattr("shoestring.techniques.splitting.units.readable", lambda tensor: False)
     torch.manual_seed(0)
     model = SMALL["tied"].build().double()
     twin = copy.deepcopy(model)

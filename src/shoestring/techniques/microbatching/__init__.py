@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 
-from ...errors import InputError, NoEffectWarning, UnprovenWarning
+from ...errors import InputError, NoEffectWarning
 from ...trace.batches import tensors_of
 from ...trace.fakes import is_fake, readable
 from ...trace.graph import Trace
@@ -19,10 +19,10 @@ from ..base import Flag, LossUnits, Setup, Technique
 from ..claims import MOVED, VALUES, Circumstances, Claim, Level
 from ..offers import Context, Offer, Scales
 from ..registry import register
+from ..splitting.find import tested_units
+from ..splitting.units import AUTO, EXAMPLES, check_units, weights
 from .accumulate import Compensated, Together, small_parameters
 from .simulate import GroupedNormalization
-from .split_test import find_units
-from .units import AUTO, EXAMPLES, Units, check_units, weights
 
 _PARTS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024)
 _LOSSES = ((8, 0.1), (4, 0.8), (2, 3.0), (1, 10.0))
@@ -311,22 +311,6 @@ class _Split:
                 stacklevel=2,
             )
         self._told = True
-
-
-def tested_units(setup: Setup, batch: Any) -> str | Units:
-    """Test the loss before anything is made of it; InputError where it does not split."""
-    if setup.loss is None:  # a setup that nobody trains by
-        return EXAMPLES
-    found = find_units(setup.model, batch, setup.loss, light=True)
-    if found.splits is False:
-        raise InputError(
-            f"parts of the batch would give other gradients: {found.why}",
-            hint="train on whole batches, or say by units= what the loss is averaged over",
-        )
-    if found.splits is None:
-        warnings.warn(f"weighed by examples, untested: {found.why}", UnprovenWarning, stacklevel=3)
-        return EXAMPLES
-    return found.units
 
 
 def _is_zero(weight: float | torch.Tensor) -> bool:

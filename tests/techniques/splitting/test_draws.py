@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from shoestring.techniques.microbatching.draws import Drawn, Slices
+from shoestring.techniques.splitting.draws import Drawn, Slices
 
 X = torch.ones(6, 5)
 

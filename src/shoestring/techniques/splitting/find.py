@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...errors import InputError
+from ...errors import InputError, UnprovenWarning
 from ...trace.batches import map_tensors, tensors_of
 from ...trace.blocks import is_normalization
 from ...trace.capture import Loss
@@ -27,7 +27,8 @@ from ...trace.fakes import is_fake
 from ...trace.split import cut, examples_of
 from ...trace.streams import kept_streams, rewound_streams
 from ...trace.wide import staying_wide, wide_batch, wide_model
-from ..splitting import SplitFound
+from ..base import Setup
+from . import SplitFound
 from .draws import Drawn, Slices, open_kernels
 from .units import AUTO, EXAMPLES, SUM, Units, tensors_by_path, weights
 
@@ -100,6 +101,22 @@ def find_units(model: nn.Module, batch: Any, loss: Loss, *, light: bool = False)
             return _Trial(model, few, loss, wide=False).found(gradients=not light)
         except _Failed as error:
             return SplitFound(AUTO, None, assumed.format(f"the test failed: {error}"))
+
+
+def tested_units(setup: Setup, batch: Any) -> str | Units:
+    """Test the loss before anything is made of it; InputError where it does not split."""
+    if setup.loss is None:  # a setup that nobody trains by
+        return EXAMPLES
+    found = find_units(setup.model, batch, setup.loss, light=True)
+    if found.splits is False:
+        raise InputError(
+            f"parts of the batch would give other gradients: {found.why}",
+            hint="train on whole batches, or say by units= what the loss is averaged over",
+        )
+    if found.splits is None:
+        warnings.warn(f"weighed by examples, untested: {found.why}", UnprovenWarning, stacklevel=3)
+        return EXAMPLES
+    return found.units
 
 
 class _Failed(Exception):

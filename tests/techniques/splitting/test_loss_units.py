@@ -14,8 +14,8 @@ import shoestring as ss
 from shoestring.errors import InputError, UnprovenWarning
 from shoestring.step.apply import apply
 from shoestring.techniques import Microbatching
-from shoestring.techniques.microbatching.split_test import find_units
 from shoestring.techniques.plan import Plan
+from shoestring.techniques.splitting.find import find_units
 from techniques.small_models import SMALL
 
 torch.set_num_threads(1)

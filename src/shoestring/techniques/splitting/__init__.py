@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .base import LossUnits
+from ..base import LossUnits
 
 
 @dataclass(frozen=True)
