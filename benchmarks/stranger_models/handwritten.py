@@ -88,8 +88,9 @@ def _gan(scale: int) -> Made:
     model.__dict__["judge"] = judge  # beside the model, not in it
 
     def loss(model: nn.Module, noise: Tensor) -> Tensor:
-        other = judge.to(noise.device, noise.dtype)
-        return F.softplus(-other(model(noise))).mean()
+        if judge[0].weight.device != noise.device:
+            judge.to(noise.device)
+        return F.softplus(-judge(model(noise))).mean()
 
     return model, torch.randn(64 * scale, 32), loss
 
@@ -212,9 +213,10 @@ def _byol(scale: int) -> Made:
     target = copy.deepcopy(model).requires_grad_(False)
 
     def loss(model: nn.Module, x: Tensor) -> Tensor:
-        other = target.to(x.device, x.dtype)
+        if next(target.parameters()).device != x.device:
+            target.to(x.device)
         with torch.no_grad():
-            seen = F.normalize(other(x + 0.1 * torch.randn_like(x)), dim=1)
+            seen = F.normalize(target(x + 0.1 * torch.randn_like(x)), dim=1)
         made = F.normalize(model(x + 0.1 * torch.randn_like(x)), dim=1)
         return 2 - 2 * (made * seen).sum(1).mean()
 

@@ -52,11 +52,9 @@ class RoundingNoise:
         total = _norm(list(apart.values()))
         return cls(apart, min(total / scale, 1.0) if scale else 0.0)
 
-    def bound(
-        self, name: Any, expected: torch.Tensor, multiple: float, spread: float | None = None
-    ) -> float:
-        """The largest distance of a tensor that is still `multiple` of this noise."""
-        of_all = self.relative * _norm_of(expected) * (multiple if spread is None else spread)
+    def bound(self, name: Any, scale: float, multiple: float, spread: float | None = None) -> float:
+        """The largest distance of a tensor of this scale that is still `multiple` of this noise."""
+        of_all = self.relative * scale * (multiple if spread is None else spread)
         return max(multiple * self.norms.get(name, 0.0), of_all)
 
     def __or__(self, other: RoundingNoise) -> RoundingNoise:
@@ -108,7 +106,7 @@ def distance(
         apart = _apart(plain, found[name])
         alike = usual[_kind(name)] * math.sqrt(plain.numel())
         own = max(_norm_of(plain), SMALL_TENSOR * alike, 1e-300)
-        bound = max(noise.bound(name, plain, multiple, spread), _least(found[name]) * own)
+        bound = max(noise.bound(name, own, multiple, spread), _least(found[name]) * own)
         if apart / bound > ratio:
             ratio = apart / bound
             worst = Distance(False, apart / own, bound / own, str(name))

@@ -9,6 +9,7 @@ changed so that the candidates differ. The model is a copy, or shares its parame
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -44,6 +45,8 @@ TOLERANCES = {
     torch.bfloat16: 4e-2,
 }
 """Of the loss, relative, by the least precise type it is computed in."""
+IGNORED = (-100, -1, 0, 1)
+"""Numbers that padding usually has; also those that embeddings of the model say."""
 GRADIENT_ELEMENTS = 2**20
 """Of parameters whose gradients are compared."""
 
@@ -160,26 +163,33 @@ class _Trial:
         """The units by which it splits, or that there are none."""
         values = self._values(self._batch)
         assert self._seen is not None
-        candidates = [c for c in self._candidates(self._seen) if values.split_by(c)]
-        if not candidates:
+        read = self._labels(self._seen)
+        kept = self._confirmed([*read, EXAMPLES, SUM], values)
+        if not kept or kept[0] not in read:  # written by hand: masks, and padding by its number
+            kept = self._confirmed([EXAMPLES, SUM, *self._masks()], values)
+        if not kept:
             return SplitFound(EXAMPLES, False, self._reason(self._seen))
-        for changed in self._changed(candidates):
-            try:
-                other = self._values(changed)
-            except _Failed:
-                continue
-            left = [c for c in candidates if other.split_by(c)]
-            if torch.isfinite(torch.tensor([other.whole])).item():
-                candidates = left
-            if not candidates:
-                why = "the loss splits only as long as no label or mask differs between examples"
-                return SplitFound(EXAMPLES, False, why)
-        units = candidates[0]
+        units = kept[0]
         if gradients and not self._gradients_agree(values.cuts[-1][0], units):
             why = "its parts' losses add up, but their gradients do not"
             return SplitFound(EXAMPLES, False, why)
         mean = "the loss is a sum" if units == SUM else f"the loss is a mean over {units}"
         return SplitFound(units, True, f"{mean}: tested on {self._examples} examples")
+
+    def _confirmed(self, candidates: list[str], values: _Values) -> list[str]:
+        """Those by which the parts add up, also where the tensors they count are changed."""
+        left = [c for c in candidates if values.split_by(c)]
+        for candidate in left:
+            if candidate in (EXAMPLES, SUM) or candidate not in left:
+                continue
+            try:
+                other = self._values(self._changed(candidate))
+            except _Failed:  # the model cannot take such a batch, so it counts nothing by it
+                left = [c for c in left if c != candidate]
+                continue
+            if math.isfinite(other.whole):
+                left = [c for c in left if other.split_by(c)]
+        return left
 
     def _reason(self, seen: _Watched) -> str:
         if seen.weighted:
@@ -308,13 +318,12 @@ class _Trial:
 
     # -- candidates ----------------------------------------------------------------------------
 
-    def _candidates(self, seen: _Watched) -> list[str]:
-        """Labels that the loss was seen to read, then the plain ones, then masks."""
+    def _labels(self, seen: _Watched) -> list[str]:
+        """Labels that the loss was seen to read, and what it ignored."""
         made: list[str] = []
-        held = tensors_by_path(self._batch)
         for target, ignored in seen.targets:
             valid = target[target != ignored]
-            for path, tensor in held.items():
+            for path, tensor in tensors_by_path(self._batch).items():
                 if tensor.is_floating_point() or tensor.is_complex():
                     continue
                 for shift in ("", "[:, 1:]"):
@@ -324,27 +333,36 @@ class _Trial:
                     found = labels[labels != ignored].to(target.dtype)
                     if found.shape == valid.shape and torch.equal(found, valid):
                         made.append(f"{path}{shift} != {ignored}")
-        made += [EXAMPLES, SUM]
-        for path, tensor in held.items():
-            made += _masks(path, tensor)
         return list(dict.fromkeys(made))
 
-    def _changed(self, candidates: list[str]) -> Iterator[Any]:
-        """The batch with one tensor changed so that what counts it differs from the rest."""
-        for path in dict.fromkeys(c.partition(" ")[0].partition("[")[0] for c in candidates):
-            if path in (EXAMPLES, SUM):
+    def _masks(self) -> list[str]:
+        """Ways to count the tensors of the batch: as masks, and without padding."""
+        padding = {getattr(m, "padding_idx", None) for m in self._model.modules()}
+        made: list[str] = []
+        for path, tensor in tensors_by_path(self._batch).items():
+            if tensor.is_complex():
                 continue
-            tensor = tensors_by_path(self._batch)[path]
-            ignored = [int(c.rpartition("!= ")[2]) for c in candidates
-                       if c.startswith(path) and "!=" in c]  # fmt: skip
-            value = ignored[0] if ignored else 0
-            changed = tensor.clone()
-            flat = changed.view(len(changed), -1) if changed.is_contiguous() else changed.flatten(1)
-            row = 1 + int((flat[1:] != value).sum(1).argmax())  # not of the part of one example
-            counted = (flat[row] != value).nonzero().flatten()
-            flat[row, counted[len(counted) // 2 :]] = value
-            changed = flat.view(tensor.shape)
-            yield map_tensors(partial(_exchanged, tensor, changed), self._batch)
+            shifts = ["", "[:, 1:]"] if tensor.dim() > 1 else [""]
+            if bool(((tensor == 0) | (tensor == 1)).all()):
+                made += [f"{path}{shift}" for shift in shifts]
+            if not tensor.is_floating_point() and tensor.dtype is not torch.bool:
+                ends = tensor[:, -1].flatten()[:EXAMPLES_TRIED] if tensor.dim() > 1 else tensor[:0]
+                numbers = [*IGNORED, *sorted(p for p in padding if p is not None)]
+                for value in dict.fromkeys([*numbers, *(int(v) for v in ends)]):
+                    made += [f"{path}{shift} != {value}" for shift in shifts]
+        return list(dict.fromkeys(made))
+
+    def _changed(self, candidate: str) -> Any:
+        """The batch with half of a row not counted by this candidate any more."""
+        path = candidate.partition(" ")[0].partition("[")[0]
+        value = int(candidate.rpartition("!= ")[2]) if "!=" in candidate else 0
+        tensor = tensors_by_path(self._batch)[path]
+        changed = tensor.clone(memory_format=torch.contiguous_format)
+        flat = changed.view(len(changed), -1)
+        row = 1 + int((flat[1:] != value).sum(1).argmax())  # not of the part of one example
+        counted = (flat[row] != value).nonzero().flatten()
+        flat[row, counted[len(counted) // 2 :]] = value
+        return map_tensors(partial(_exchanged, tensor, changed), self._batch)
 
 
 def _exchanged(old: torch.Tensor, new: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
@@ -359,20 +377,3 @@ def _in_type_of(model: nn.Module, batch: Any) -> Any:
         return batch
     kind = kinds.pop()
     return map_tensors(lambda t: t.to(kind) if t.dtype is torch.float32 else t, batch)
-
-
-def _masks(path: str, tensor: torch.Tensor) -> list[str]:
-    """Ways to count a tensor that looks like a mask or like padded whole numbers."""
-    if tensor.dim() < 1 or tensor.is_complex():
-        return []
-    shifts = ["", "[:, 1:]"] if tensor.dim() > 1 else [""]
-    if bool(((tensor == 0) | (tensor == 1)).all()):
-        return [f"{path}{shift}" for shift in shifts]
-    if tensor.is_floating_point():
-        return []
-    made = []
-    ends = tensor[:, -1] if tensor.dim() > 1 else tensor[:0]
-    for value in dict.fromkeys([-100, *(int(v) for v in ends.flatten()[:EXAMPLES_TRIED])]):
-        if bool((tensor == value).any()):
-            made += [f"{path}{shift} != {value}" for shift in shifts]
-    return made
