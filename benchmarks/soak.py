@@ -22,7 +22,7 @@ import torch
 
 from shoestring.lab.records.run import provenance
 from shoestring.lab.runs import loop
-from shoestring.lab.runs.settings import Settings, settings_for
+from shoestring.lab.runs.settings import ImageSettings, settings_for
 from shoestring.lab.runs.trainer import Trainer, prepare_device
 from shoestring.lab.tasks import load_task
 from shoestring.lab.tasks.images import ImageTask
@@ -56,7 +56,9 @@ class Watched(Trainer):
         super().advance()
 
 
-def soak(settings: Settings, task: ImageTask, device: torch.device, steps: int) -> dict[str, Any]:
+def soak(
+    settings: ImageSettings, task: ImageTask, device: torch.device, steps: int
+) -> dict[str, Any]:
     """Run it and compare the ends."""
     samples: list[tuple[int, float, int]] = []
     Watched.samples, Watched.every = samples, max(1, steps // SAMPLES)

@@ -146,9 +146,9 @@ class PerExample(TorchFunctionMode):
             drawn = self._filled(torch.empty(made.shape), name.partition("_")[0], bounds)
             return made.copy_(drawn.to(made.dtype))
         if name in ("bernoulli_", "normal_", "uniform_", "multinomial", "lstm", "gru"):
-            dropped = name in ("lstm", "gru") and float(args[6]) > 0 and args[7]
+            dropped = name in ("lstm", "gru") and float(args[5]) > 0 and args[6]
             if name not in ("lstm", "gru") or dropped:
-                raise NotImplementedError(name)
+                raise NotImplementedError(f"draws of {name}")
         return func(*args, **kwargs)
 
     def _filled(self, out: Tensor, kind: str, bounds: Any = ()) -> Tensor:

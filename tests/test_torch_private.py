@@ -8,7 +8,7 @@ from pathlib import Path
 import shoestring
 
 SOURCE = Path(shoestring.__file__).parent
-PRIVATE = re.compile(r"\btorch(\.\w+)*\._(?!_)")
+PRIVATE = re.compile(r"\btorch(\.\w+)*\._(?!_)|^ *from torch[\w.]* import .*\b_(?!_)")
 OPERATIONS = re.compile(r"\btorch\.ops\.")
 
 

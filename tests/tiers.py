@@ -1,14 +1,9 @@
 """Which cases of a parametrized test `make test` runs; `make test-all` runs the others too."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
-
-
-def slow_unless(kept: Callable[[Any], bool], values: Iterable[Any]) -> list[Any]:
-    """The values, those that are not kept marked slow."""
-    return [v if kept(v) else pytest.param(v, marks=pytest.mark.slow) for v in values]
 
 
 def slow_but(few: int, values: Iterable[Any]) -> list[Any]:

@@ -43,6 +43,11 @@ class SizeError(InputError):
 class TraceError(ShoestringError):
     """The model, its batch or its loss could not be traced."""
 
+    def __init__(self, message: str, hint: str | None = None, *, values: bool = False) -> None:
+        super().__init__(message, hint)
+        self.values = values
+        """Because values of tensors are read, which a forward pass on real ones would tell."""
+
 
 class BudgetError(ShoestringError):
     """No plan fits the budget, or a step did not stay within it."""
@@ -105,3 +110,9 @@ def render(error: ShoestringError) -> str:
     """The error as the command line prints it: kind and message, then the hint."""
     line = f"{type(error).__name__}: {error.message}"
     return line if error.hint is None else f"{line}\nhint: {error.hint}"
+
+
+def first_line(error: BaseException) -> str:
+    """An exception's message, short enough for one line."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -439,7 +439,7 @@ MISTAKES = {
     "profile cli_factories:build --input 2x4:int7": ("'int7'", "int64"),
     "profile cli_factories:build --input 0x4": ("'0x4'", "1"),
     "profile cli_factories:build --input ٣x4": ("'٣x4'", "8x3x224x224"),
-    "profile cli_factories:build --input 99999999999999999999x4": ("99999999999999999999x4", ""),
+    "profile cli_factories:build --input 99999999999999999999x4": ("larger than a tensor", ""),
     "profile cli_factories:Named --input first=2x4 --input 2x2": ("some have none", "all or none"),
     "profile cli_factories:Named --input first=2x4 --input first=2x2": ("same name", "name"),
     "profile cli_factories:Named --input first=4x4 --input second=2x2 --microbatch 2": (

@@ -1,7 +1,8 @@
 """A measured step: by hand, against the allocator's own events, and its errors."""
 
+import copy
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -77,18 +78,29 @@ def test_batch_that_is_a_slice_counts_for_what_it_shows() -> None:
     assert measured.bytes_by_role["input"] == 4 * 5 * 30
 
 
-def test_steps_are_real() -> None:
+class Noted:
+    """A list of a class is out of reach of what is put back."""
+
+    values: ClassVar[list[float]] = []
+
+
+def test_steps_are_real_and_taken_back() -> None:
     model, batch = nn.Linear(3, 2), torch.randn(4, 3)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    twin = nn.Linear(3, 2)
-    twin.load_state_dict(model.state_dict())
-    twin_optimizer = torch.optim.Adam(twin.parameters(), lr=0.1)
-    measure(model, batch, loss=mean_square, optimizer=optimizer, warmup_steps=2)
-    for _ in range(3):
-        training_step(twin, batch, mean_square, twin_optimizer)
-    for ours, plain in zip(model.parameters(), twin.parameters(), strict=True):
+    before = copy.deepcopy(model)
+
+    def noted(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        value = mean_square(model, batch)
+        Noted.values.append(value.item())
+        return value
+
+    measure(model, batch, loss=noted, optimizer=optimizer, warmup_steps=2)
+    first, second, third = Noted.values
+    assert third < second < first  # it trained
+    for ours, plain in zip(model.parameters(), before.parameters(), strict=True):
         assert torch.equal(ours, plain)
         assert ours.grad is None
+    assert not optimizer.state
 
 
 # -- the allocator's own events --------------------------------------------------------------------
@@ -226,7 +238,7 @@ def test_what_is_no_optimizer_of_one_gradient_is_named() -> None:
     model, batch = nn.Linear(3, 3), torch.randn(2, 3)
     for optimizer, said in (
         (torch.optim.LBFGS(model.parameters()), "LBFGS runs the loss by itself"),
-        (torch.optim.SGD, "is no optimizer"),
+        (torch.optim.SGD, "is not an optimizer"),
     ):
         with pytest.raises(InputError, match=said):
             measure(model, batch, loss=mean_square, optimizer=optimizer)  # type: ignore[arg-type]

@@ -21,7 +21,6 @@ from shoestring.planning.fit import fit
 from shoestring.planning.result import BudgetPlan
 from shoestring.step.holding import out_of_memory
 from techniques.small_models import SMALL
-from tiers import slow_but
 
 SOURCE = Path(__file__).parents[2] / "src"
 
@@ -274,7 +273,8 @@ LIMITED = """
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's /proc")
-@pytest.mark.parametrize("how", slow_but(1, ["fit", "plain", "plan"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["plain", "plan", "fit"])
 def test_under_a_limit_of_the_kernel(how: str) -> None:
     """RLIMIT_DATA at 0.72 of the plain peak: plain training fails, a plan for half runs, and fit,
     which planned for 0.9, tightens until it does."""

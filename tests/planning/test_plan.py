@@ -160,9 +160,15 @@ def test_a_missing_file(tmp_path: Path) -> None:
         Plan.load(tmp_path)
 
 
-def test_an_empty_file_is_the_plain_plan(tmp_path: Path) -> None:
-    (tmp_path / "plan.toml").write_text("", encoding="utf-8")
-    assert Plan.load(tmp_path / "plan.toml") == Plan()
+@pytest.mark.parametrize("name", ["plan.toml", "plan.json"])
+def test_an_empty_file_is_refused_and_a_plain_plan_is_not_empty(tmp_path: Path, name: str) -> None:
+    """A disk that is full leaves one, and training would be plain without a word."""
+    for text in ("", " \n"):
+        (tmp_path / name).write_text(text, encoding="utf-8")
+        with pytest.raises(InputError, match="is damaged: it is empty"):
+            Plan.load(tmp_path / name)
+    Plan().save(tmp_path / name)
+    assert Plan.load(tmp_path / name) == Plan()
 
 
 def test_a_function_cannot_be_written() -> None:

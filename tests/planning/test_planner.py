@@ -275,9 +275,8 @@ def test_a_wrong_call_is_named(changes: dict[str, Any], message: str) -> None:
         ss.plan(model, **{"batch": small.batch(), **given, **changes})
 
 
-def test_costs_are_additive_and_measured() -> None:
+def test_costs_are_additive() -> None:
     costs = costs_of("cpu")
-    assert costs.source == "measured here"
     one, two = Work(1e9, 1e6, 10), Work(3e9, 5e6, 7)
     assert costs.seconds(one + two) == pytest.approx(costs.seconds(one) + costs.seconds(two))
     assert 0 < costs.seconds_per_launch < 1e-2 and 1e7 < costs.bytes_per_second < 1e13
@@ -407,6 +406,39 @@ def spectral() -> nn.Module:
     return nn.Sequential(*(Spectral() for _ in range(4)), nn.Flatten(), nn.Linear(256, 10))
 
 
+class Assigning(nn.Module):
+    """Its forward pass assigns a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+        self.register_buffer("mean", torch.zeros(32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean((0, 1))
+        return x + torch.relu(self.linear(x - self.mean))
+
+
+class Counting(nn.Module):
+    """Its forward pass counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls = nn.Linear(32, 32), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x + torch.relu(self.linear(x)) / self.calls
+
+
+def assigning() -> nn.Module:
+    return nn.Sequential(*(Assigning() for _ in range(4)), nn.Flatten(), nn.Linear(256, 10))
+
+
+def counting() -> nn.Module:
+    return nn.Sequential(*(Counting() for _ in range(4)), nn.Flatten(), nn.Linear(256, 10))
+
+
 def instances() -> nn.Module:
     """Statistics that move with every microbatch, and may be run again."""
     blocks = [nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(4)]
@@ -415,7 +447,7 @@ def instances() -> nn.Module:
 
 
 @pytest.mark.parametrize("accounting", slow_but(1, ["fundamental", "device"]))
-@pytest.mark.parametrize("build", [spectral, instances])
+@pytest.mark.parametrize("build", slow_but(1, [instances, spectral, assigning, counting]))
 def test_what_writes_to_a_buffer_makes_a_lossy_plan(build: Any, accounting: str) -> None:
     torch.manual_seed(0)
     model, batch = build(), (torch.randn(64, 8, 32), torch.randint(10, (64,)))
@@ -430,7 +462,7 @@ def test_what_writes_to_a_buffer_makes_a_lossy_plan(build: Any, accounting: str)
         assert plan.microbatching is None
         compared = {"loss": cross_entropy, "optimizer": given["optimizer"], "steps": 2}
         assert ss.verify(plan, model, [batch], **compared).ok
-    lossy = ss.plan(model, batch, budget=int(plain * 0.4), allow="bn-microbatch", **given)
+    lossy = ss.plan(model, batch, budget=int(plain * 0.3), allow="bn-microbatch", **given)
     assert "microbatching" in {choice.part for choice in lossy.choices if choice.kind == LOSSY}
 
 

@@ -276,11 +276,11 @@ def test_an_optimizer_of_another_model() -> None:
 def test_what_is_no_optimizer(given: Any) -> None:
     model, batch = nn.Linear(2, 2), torch.ones(2, 2)
     step: dict[str, Any] = {"loss": lambda model, batch: model(batch).sum()}
-    with pytest.raises(InputError, match="is no optimizer"):
+    with pytest.raises(InputError, match="is not an optimizer"):
         apply([], model, given, **step)
-    with pytest.raises(InputError, match="is no optimizer"):
+    with pytest.raises(InputError, match="is not an optimizer"):
         verify([], model, [batch], optimizer=given, **step)
-    with pytest.raises(InputError, match="is no optimizer"):
+    with pytest.raises(InputError, match="is not an optimizer"):
         fit(model, batch, optimizer=given, budget="1 MB", **step)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import errno
 import logging
 import os
 import sys
@@ -30,6 +30,7 @@ from .options import (
     ModelName,
     OptimizerName,
     PlanFile,
+    json_line,
     lossy_names,
     planned,
     with_technique_flags,
@@ -124,7 +125,7 @@ def profile(
 
         write_profile(html, settings, result)
     if as_json:
-        typer.echo(json.dumps({**settings, **result.as_dict()}))
+        typer.echo(json_line({**settings, **result.as_dict()}))
     else:
         show_profile(settings, chosen.short(), result)
 
@@ -200,7 +201,7 @@ def verify(
         "optimizer": name,
     }
     if as_json:
-        typer.echo(json.dumps({**settings, **result.as_dict()}))
+        typer.echo(json_line({**settings, **result.as_dict()}))
     else:
         typer.echo(f"{model} · {target.batch_size} {target.batch_unit} · {name}\n{result}")
     result.check()
@@ -279,7 +280,7 @@ def plan(
     if as_json:
         shown = result.as_dict()
         whole = {"front": [p.as_dict() for p in points]} if points else {}
-        typer.echo(json.dumps({"model": model, **shown, **whole}))
+        typer.echo(json_line({"model": model, **shown, **whole}))
     else:
         typer.echo(str(result))
 
@@ -347,11 +348,21 @@ def main() -> NoReturn:
         _fail(render(error) if rank == "0" else f"rank {rank}: {error.message}", error.exit_status)
     except KeyboardInterrupt:
         _fail("stopped", 130)
+    except SystemExit as error:  # ours come below: this is a module that somebody imported
+        wrong = InputError(f"something that was imported ended the program: exit({error.code!r})")
+        _fail(render(wrong), wrong.exit_status)
+    except OSError as error:  # a name that is too long, a folder that may not be read, a full disk
+        if error.filename is None and error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            raise
+        shown = str(error.filename or "the disk")
+        _fail(render(InputError(f"cannot use {shown[:200]}: {error.strerror}")), 2)
     except Exception as error:
         # Typer brings its own copy of click or uses the installed one, by version.
         kind = type(error).__name__
         if kind in ("Exit", "NoArgsIsHelpError"):
             sys.exit(getattr(error, "exit_code", 2))
+        if kind == "Abort" and isinstance(error.__cause__, EOFError):  # Typer takes it for a ^D
+            raise error.__cause__ from None
         if kind == "Abort":
             _fail("stopped", 130)
         if hasattr(error, "format_message"):

@@ -12,6 +12,7 @@ import torch
 import typer
 
 from ..errors import InputError
+from ..files import json_text
 from ..lab.models import LONGEST_SENTENCE_TOKENS, SENTENCE_TOKENS
 from ..lab.target import Target, batch_unit, flagged_plan, resolve
 from ..techniques.base import Flag
@@ -41,6 +42,11 @@ LossName = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, bytes as integers.")]
+
+
+def json_line(value: Any) -> str:
+    """For `--json`: in ASCII, whatever the terminal takes, and null for NaN."""
+    return json_text(value, ensure_ascii=True)
 
 
 Command = Callable[..., None]
@@ -95,7 +101,7 @@ def named_values(
             raise InputError(f"cannot read {flag} {text!r}", hint=f"such as {example}")
         try:
             found[name.strip()] = tomllib.loads(f"value = {value}")["value"]
-        except tomllib.TOMLDecodeError:
+        except (ValueError, RecursionError):  # no TOML, or a number of 5,000 digits
             found[name.strip()] = value.strip()
     return found
 

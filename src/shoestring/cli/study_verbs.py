@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from typing import Annotated, Any
 
 import typer
 
-from .options import AsJson, named_values
+from .options import AsJson, json_line, named_values
 
 STUDY_EXAMPLES = """Examples:
 
@@ -48,6 +47,9 @@ def study(
         list[str] | None,
         typer.Option(help="Leave out runs with other settings, 'density=0.2'; repeatable."),
     ] = None,
+    run_seconds: Annotated[
+        float | None, typer.Option(help="End a run after so long; by default the file's.")
+    ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; by default cuda.")] = None,
     data_dir: Annotated[
         str | None, typer.Option(help="Folder of the data; by default $SHOESTRING_DATA.")
@@ -60,6 +62,7 @@ def study(
     """Run a grid of settings, each in its own process; what has ended is never run again."""
     from ..lab.study.command import run_study
     from ..lab.study.execute import Place
+    from ..lab.study.kinds import positive
 
     result = run_study(
         file,
@@ -70,9 +73,14 @@ def study(
         ray=ray,
         gpus=gpus,
         only=_values(only or ()),
-        place=Place(device=device, data_dir=data_dir, keep_snapshots=keep_snapshots),
+        place=Place(
+            device=device,
+            data_dir=data_dir,
+            run_seconds=positive("--run-seconds", run_seconds),
+            keep_snapshots=keep_snapshots,
+        ),
     )
-    typer.echo(json.dumps(result.as_dict()) if as_json else str(result))
+    typer.echo(json_line(result.as_dict()) if as_json else str(result))
     if result.failed:
         raise typer.Exit(1)
 
@@ -100,4 +108,4 @@ def report(
     from ..lab.study.report import report as write
 
     result = write(folder, out, budget=budget)
-    typer.echo(json.dumps(result.as_dict()) if as_json else str(result))
+    typer.echo(json_line(result.as_dict()) if as_json else str(result))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import Annotated, Any
 
@@ -14,6 +13,7 @@ from .options import (
     Batch,
     ModelName,
     PlanFile,
+    json_line,
     named_values,
     with_technique_flags,
 )
@@ -175,7 +175,7 @@ def train(
         )
     )
     if is_first():
-        typer.echo(json.dumps(result.event) if as_json else str(result))
+        typer.echo(json_line(result.event) if as_json else str(result))
 
 
 def translate(
@@ -228,4 +228,4 @@ def prepare(
         check_place(Path(out))
         task = load_text(data, folder=data_dir, languages=languages, merges=merges)
         save(task, Path(out))
-    typer.echo(json.dumps({"name": task.name, "folder": out, **task.notes}))
+    typer.echo(json_line({"name": task.name, "folder": out, **task.notes}))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import InputError
+from ..errors import InputError, first_line
 from ..techniques.plan import Plan, from_flags
 from ..torch_private.dispatch import TorchDispatchMode
 from ..torch_private.fake_tensors import FakeTensorMode
@@ -65,7 +65,10 @@ class InputSpec:
             raise InputError(
                 f"unknown type {kind!r} in the input {text!r}", hint="one of " + ", ".join(_TYPES)
             )
-        shape = tuple(int(part) for part in match[2].split("x"))
+        sizes = match[2].split("x")
+        if max(map(len, sizes)) > 18:  # Python itself reads no more than 4,300 digits
+            raise InputError("an input is larger than a tensor can be", hint="use smaller sizes")
+        shape = tuple(map(int, sizes))
         if 0 in shape:
             raise InputError(f"the input {text!r} has an empty dimension", hint="sizes from 1")
         return cls(shape, _TYPES[kind], match[1])
@@ -173,8 +176,8 @@ def build(name: str, **sizes: int) -> nn.Module:
     A factory with arguments gets those of `sizes` that it names; what it names beside them it must
     have defaults for.
     """
-    wanted = ", ".join(sizes) or "no arguments"
-    hint = f"the factory may take {wanted}, and returns a torch.nn.Module"
+    called = f"may take {' and '.join(sizes)}" if sizes else "is called without arguments"
+    hint = f"the factory {called} and returns a torch.nn.Module"
     with _importing_from_here():  # a factory may import what lies beside it
         factory = _load(name)
         try:
@@ -277,7 +280,7 @@ def _load(name: str, kind: str = "factory") -> Callable[..., Any]:
     module_name, _, attribute = name.partition(":")
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise InputError(
             f"cannot import {module_name!r}: {type(error).__name__}: {first_line(error)}",
             hint=f"write package.module:{kind}, importable from here",
@@ -290,12 +293,6 @@ def _load(name: str, kind: str = "factory") -> Callable[..., Any]:
             f"{module_name} has no callable {attribute!r}", hint=f"write package.module:{kind}"
         )
     return found
-
-
-def first_line(error: BaseException) -> str:
-    """An exception's message, short enough for one line."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else "no message"
 
 
 class _Initializing(TorchDispatchMode):

@@ -3,7 +3,7 @@
 A sequence of items, one after the other. An item is a *leaf*, one block that keeps all that
 backward reads ("keep"), all but outputs of normalisations and activations ("cheap"), all but
 those and products that are much larger than what they read ("lean"), or a *region*, a tuple of
-items of which only the input is kept and which runs again as a whole. In text a region stands in
+items of which only the input is kept and which is recomputed as a whole. In text a region stands in
 brackets, `*` repeats, and `recompute` is `[keep]`, a region of one block:
 
     keep*3, cheap, recompute*8, [keep*2, [cheap*2], keep]
@@ -24,6 +24,7 @@ Item = str | tuple[Any, ...]
 LEAVES = ("keep", "cheap", "lean")
 """From the one that keeps most."""
 _TOKEN = re.compile(r"\s*([a-z]+|\[|\]|,|\*\s*\d+|$)")
+_LONGEST = 50_000
 _HINT = "such as 'keep*3, cheap*2, recompute*8, [keep*2, [cheap*2]]'"
 _MOST = 100_000
 """Blocks a text may stand for, so that a slip of the pen does not fill the memory."""
@@ -67,6 +68,8 @@ def _text(item: Item) -> str:
 def read(texts: str | Iterable[str]) -> tuple[Item, ...]:
     """The items that one text, or several one after the other, stand for."""
     text = texts if isinstance(texts, str) else ", ".join(texts)
+    if len(text) > _LONGEST:
+        raise _unreadable(text, f"{len(text):,} characters")
     tokens, at = [], 0
     while at < len(text):
         match = _TOKEN.match(text, at)
@@ -75,7 +78,10 @@ def read(texts: str | Iterable[str]) -> tuple[Item, ...]:
         tokens.append(match[1])
         at = match.end()
     tokens = [token for token in tokens if token]
-    items = _items(tokens, text)
+    try:
+        items = _items(tokens, text)
+    except RecursionError:
+        raise _unreadable(text, "regions within regions, too deep") from None
     if tokens:
         raise _unreadable(text, f"a {tokens[0]!r} too many")
     return items
@@ -93,10 +99,10 @@ def _items(tokens: list[str], text: str) -> tuple[Item, ...]:
         elif token in (*LEAVES, "recompute"):
             item = ("keep",) if token == "recompute" else token
         else:
-            raise _unreadable(text, f"{token!r} is no item" if token else "an item is missing")
+            raise _unreadable(text, f"{token!r} is not an item" if token else "an item is missing")
         count = 1
         if tokens and tokens[0].startswith("*"):
-            count = int(tokens.pop(0)[1:])
+            count = int(tokens.pop(0)[1:20])  # more digits are too many blocks anyway
         if not 0 < count * leaves(item) <= _MOST:
             raise _unreadable(text, f"{count} times one item")
         found += [item] * count

@@ -41,19 +41,19 @@ class Event:
 
 @dataclass
 class Segment:
-    """A run of nodes treated as one: kept whole, or run again before its backward pass."""
+    """A run of nodes treated as one: kept whole, or recomputed before its backward pass."""
 
     start: int
     stop: int
     children: list[Segment] = field(default_factory=list)
     recompute: bool = True
     drop_cheap: bool = False
-    """Outputs of normalisations and activation functions are made again when read."""
+    """Outputs of normalisations and activation functions are recomputed when read."""
     drop_wide: bool = False
     """So are products much larger than what they read."""
 
     def drops(self, node: Node) -> bool:
-        """Whether the node's output is made again when read."""
+        """Whether the node's output is recomputed when read."""
         return (self.drop_cheap and node.cheap) or (self.drop_wide and node.wide)
 
 
@@ -204,7 +204,7 @@ class _Builder:
                 self._take(node, position, gradient)
 
     def _needed(self, segment: Segment) -> set[int]:
-        """Keys made in the segment that its backward reads, those it makes again left out."""
+        """Keys made in the segment that its backward reads, those it recomputes left out."""
         nodes = self.graph.nodes[segment.start : segment.stop]
         read = {key for node in nodes for g in node.gradients for key in g.reads}
         needed = {key for key in read if self._inside(key, segment)}
@@ -262,7 +262,7 @@ class _Builder:
 
 
 def statistics_bytes(graph: ForwardGraph, events: Iterable[Event]) -> int:
-    """Batch statistics cached for every normalisation that runs again."""
+    """Batch statistics cached for every normalisation that is recomputed."""
     again = {e.node for e in events if e.kind is Kind.RECOMPUTE}
     return sum(graph.nodes[index].statistics_bytes for index in again)
 

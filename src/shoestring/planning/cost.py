@@ -8,11 +8,13 @@ the next kernels, so a whole step takes the longer of the two.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -39,6 +41,18 @@ class Costs:
     """What the host takes to start one; on the CPU that is the device."""
     source: str
     """"nominal", or what was measured."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for a plan to say what it was chosen by."""
+        return {
+            "device": self.device,
+            "source": self.source,
+            "flops_per_second": dict(self.flops_per_second),
+            "convolved_per_second": dict(self.convolved_per_second),
+            "bytes_per_second": self.bytes_per_second,
+            "seconds_per_kernel": self.seconds_per_kernel,
+            "seconds_per_launch": self.seconds_per_launch,
+        }
 
     @property
     def narrow(self) -> str:
@@ -82,39 +96,67 @@ kernels. One rate for all keeps a plan for less memory from looking faster for i
 
 
 def costs_of(device: str) -> Costs:
-    """Measured if the device is there, else nominal."""
-    there = device == "cpu" or torch.cuda.is_available()
-    return _measured(device) if there else NOMINAL[device]
+    """The device's nominal rates; where it is there, corrected if they are far off.
+
+    So coarse that the same call gives the same plan on a busy machine as on an idle one.
+    """
+    if device == "cpu":
+        return _cpu()
+    return _gpu() if torch.cuda.is_available() else NOMINAL[device]
 
 
 @lru_cache
-def _measured(device: str) -> Costs:
-    """A fraction of a second of products, convolutions, sums and small kernels."""
-    on_gpu, nominal = device == "cuda", NOMINAL[device]
-    efficiency = (gpu().rates if on_gpu else cpu_rates()).efficiency
-    size, images, channels = (4096, 64, 256) if on_gpu else (512, 2, 64)
+def _cpu() -> Costs:
+    """Nominal but for 16 bits, which some CPUs compute dozens of times slower than FP32."""
+    nominal = NOMINAL["cpu"]
+    wide = _products("cpu", "fp32", 256)
+    rates = {}
+    for name, rate in nominal.flops_per_second.items():
+        slow = name != "fp32" and _products("cpu", name, 256) < wide / _FAR
+        rates[name] = nominal.flops_per_second["fp32"] / _FAR**2 if slow else rate
+    return replace(nominal, flops_per_second=rates, convolved_per_second=rates)
+
+
+@lru_cache
+def _gpu() -> Costs:
+    """A fraction of a second of products, convolutions and sums."""
+    nominal, efficiency = NOMINAL["cuda"], gpu().rates.efficiency
     products, convolutions = dict(nominal.flops_per_second), dict(nominal.convolved_per_second)
     for name, kind in _KINDS.items():
-        factor = torch.ones(size, size, device=device, dtype=kind)
-        pixels = torch.ones(images, channels, _SIDE, _SIDE, device=device, dtype=kind)
-        weight = torch.ones(channels, channels, 3, 3, device=device, dtype=kind)
+        pixels = torch.ones(64, 256, _SIDE, _SIDE, device="cuda", dtype=kind)
+        weight = torch.ones(256, 256, 3, 3, device="cuda", dtype=kind)
         with suppress(RuntimeError):  # no such kernels here
-            seconds = _time(lambda a=factor: a @ a, device)  # type: ignore[misc]
-            products[name] = efficiency * 2 * size**3 / seconds
-            seconds = _time(lambda a=pixels, w=weight: F.conv2d(a, w, padding=1), device)  # type: ignore[misc]
-            convolutions[name] = efficiency * 18 * channels * pixels.numel() / seconds
-    large = torch.ones(2**28 if on_gpu else 2**22, device=device)
-    small = torch.ones(16, device=device, requires_grad=True)
-    launch = _time(lambda: small + 1, device)
+            rate = efficiency * _products("cuda", name, 4096)
+            products[name] = _coarse(rate, products[name])
+            seconds = _time(lambda a=pixels, w=weight: F.conv2d(a, w, padding=1), "cuda")  # type: ignore[misc]
+            rate = efficiency * 18 * 256 * pixels.numel() / seconds
+            convolutions[name] = _coarse(rate, convolutions[name])
+    large = torch.ones(2**28, device="cuda")
+    moved = 2 * large.nbytes / _time(lambda: large.mul_(1), "cuda")
     return replace(
-        NOMINAL[device],
+        nominal,
         flops_per_second=products,
         convolved_per_second=convolutions,
-        bytes_per_second=2 * large.nbytes / _time(lambda: large.mul_(1), device),
-        seconds_per_kernel=nominal.seconds_per_kernel if on_gpu else launch,
-        seconds_per_launch=launch,
-        source="measured here",
+        bytes_per_second=_coarse(moved, nominal.bytes_per_second),
     )
+
+
+_FAR = 4.0
+"""Rates count as they should be unless they are off by more; a busy machine is not."""
+
+
+def _coarse(rate: float, nominal: float) -> float:
+    """The nominal rate times the power of `_FAR**2` that is closest."""
+    return float(nominal * _FAR ** (2 * round(math.log(rate / nominal, _FAR**2))))
+
+
+def _products(device: str, name: str, size: int) -> float:
+    """Operations a second of one product of square matrices; 0 where there is no such kernel."""
+    factor = torch.ones(size, size, device=device, dtype=_KINDS[name])
+    try:
+        return 2 * size**3 / _time(lambda: factor @ factor, device)
+    except RuntimeError:
+        return 0.0
 
 
 _SIDE = 28

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import BudgetError, InputError
+from ..errors import BudgetError, InputError, TraceError
 from ..step.apply import apply
 from ..step.holding import Hold, shapes_of
 from ..step.step import Step, revisable
@@ -62,20 +62,26 @@ def fit(
     check_optimizer(optimizer)
     budget_bytes = parse_size(budget)
     device = next(model.parameters()).device
+    if enforce and device.type != "cuda":
+        raise InputError(
+            "only CUDA's allocator can enforce a budget",
+            hint="on the CPU limit the process, with a cgroup or ulimit -d",
+        )
     split = find_units(model, batch, loss)  # here, on real values: planning has none
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     twin, mapping = fake_model(model, mode)  # what is planned for stays, whatever becomes of it
 
     def planner_for(batch: Any) -> Planner:
-        return Planner(
-            twin,
-            fake_batch(batch, mode),
-            loss=loss,
-            optimizer=make_optimizer(optimizer, twin, mapping),
-            allow=allow,
-            device=device.type,
-            split=split,
-        )
+        given: dict[str, Any] = {
+            "loss": loss, "allow": allow, "device": device.type, "split": split,
+        }  # fmt: skip
+        updates = make_optimizer(optimizer, twin, mapping)
+        try:
+            return Planner(twin, fake_batch(batch, mode), optimizer=updates, **given)
+        except TraceError as error:
+            if not error.values:
+                raise
+        return Planner(model, batch, optimizer=optimizer, **given)  # its values are needed
 
     tighter = _Tighter(planner_for, batch, budget_bytes)
     step = apply(tighter.first, model, optimizer, loss=loss)
@@ -131,10 +137,5 @@ class _Tighter:
 
 
 def _enforce(device: torch.device, budget_bytes: int) -> None:
-    if device.type != "cuda":
-        raise InputError(
-            "only CUDA's allocator can enforce a budget",
-            hint="on the CPU limit the process, with a cgroup or ulimit -d",
-        )
     total = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction(min(budget_bytes / total, 1.0), device)

@@ -20,14 +20,16 @@ from ..techniques.offers import Context, Offer
 from ..techniques.plan import Plan
 from ..techniques.splitting import SplitFound
 from ..techniques.splitting.find import find_units
+from ..trace.batches import tensors_of
 from ..trace.blocks import is_normalization
 from ..trace.capture import Loss, capture, check_trainable
-from ..trace.fakes import OptimizerLike, make_optimizer
+from ..trace.fakes import OptimizerLike, adds_to_the_step, make_optimizer
 from ..trace.graph import Trace
+from ..trace.positions import index_like
 from ..trace.split import examples_of
 from ..units import parse_size
 from .allow import Allowed
-from .cost import NOMINAL, Costs, costs_of
+from .cost import IDEAL, NOMINAL, Costs, costs_of
 from .device_estimates import DeviceEstimates
 from .fundamental import FundamentalEstimates
 from .reasons import choices
@@ -115,6 +117,7 @@ class Planner:
         if kind not in MARGIN:
             raise InputError(f"no accounting for device {kind!r}", hint="use 'cpu' or 'cuda'")
         self.allowed = Allowed.of(allow)
+        self._wrapper = optimizer if adds_to_the_step(optimizer) else None
         try:
             examples = examples_of(batch)
         except InputError:  # cannot be cut
@@ -124,11 +127,13 @@ class Planner:
         fundamental = accounting == "fundamental"
         self.margin = 0.0 if fundamental else MARGIN[kind]
         known = costs or (NOMINAL["cuda"] if fundamental else costs_of(kind))
+        self._rates = (IDEAL if fundamental else known).as_dict()
 
         def trace_step(plan: Plan, *, optimizer: OptimizerLike = None, **others: Any) -> Trace:
             return capture_step(
-                plan, model, batch, loss=loss, optimizer=optimizer, device=kind, **others
-            )
+                plan, model, batch, loss=loss, optimizer=optimizer, device=kind,
+                trained_by=updates, **others,
+            )  # fmt: skip
 
         updates = make_optimizer(optimizer, model, {id(p): p for p in model.parameters()})
         assert updates is not None
@@ -147,6 +152,27 @@ class Planner:
             )
         else:
             self.estimates = DeviceEstimates(self.context, known)
+        self._keep_positions_whole(batch)
+
+    def _keep_positions_whole(self, batch: Any) -> None:
+        """Offer no microbatches where the batch has tensors that index its own rows."""
+        examples = self.context.examples
+        tensors = tensors_of(batch)
+        whole = [t for t in tensors if t.dim() and not t.is_floating_point()]
+        if examples is None or not whole:
+            return
+        for number in index_like(self.context.trace, examples):
+            tensor = tensors[number]
+            if tensor.is_floating_point() or not tensor.dim():
+                continue
+            warnings.warn(
+                f"tensor {number} of the batch ({str(tensor.dtype).removeprefix('torch.')}, shape "
+                f"{tuple(tensor.shape)}) indexes rows of the batch, so it is not cut into "
+                "microbatches; where every part points at itself only, apply Microbatching by hand",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+            self.context.examples = None
 
     def plan(
         self, budget_bytes: int, among: Callable[[Setting], bool] = lambda setting: True
@@ -202,7 +228,7 @@ class Planner:
         """Whether the technique accepts the model and the optimizer."""
         setup = Setup(
             self.context.model, self.context.optimizer,
-            lambda b: b, lambda b: (), lambda v: None, lambda: None,
+            lambda b: b, lambda b: (), lambda v: None, lambda: None, wrapper=self._wrapper,
         )  # fmt: skip
         try:
             offer.technique.check(setup)
@@ -227,6 +253,7 @@ class Planner:
                 int(budget_bytes * (1 - self.margin)),
             ),
             front=pareto([self._exact(found), *points]),
+            rates=self._rates,
         )
 
     def _too_small(self, budget_bytes: int, least: Found | None) -> BudgetError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,6 +59,8 @@ class BudgetPlan(Plan):
     choices: tuple[Choice, ...]
     front: tuple[FrontPoint, ...] = ()
     """From the least memory to the least time."""
+    rates: Mapping[str, Any] = field(default_factory=dict)
+    """How fast the device was taken to be: the same rates give the same plan."""
 
     @property
     def plan(self) -> Plan:
@@ -89,6 +91,7 @@ class BudgetPlan(Plan):
             "plain": self.plain.as_dict(),
             "choices": [vars(choice) for choice in self.choices],
             "front": [point.as_dict() for point in self.front],
+            "rates": dict(self.rates),
         }
 
     def _summary(self) -> list[str]:

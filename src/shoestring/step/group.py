@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -33,7 +34,7 @@ def rank() -> int:
 
 def launched() -> int:
     """The number of processes that torchrun started; 1 without it."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return _number("WORLD_SIZE") if os.environ.get("WORLD_SIZE") else 1
 
 
 def is_first() -> bool:
@@ -44,7 +45,7 @@ def is_first() -> bool:
 def local_device(name: str | None) -> str | None:
     """The GPU torchrun means for this process, unless one is named."""
     wants_cuda = name == "cuda" or (name is None and torch.cuda.is_available())
-    return f"cuda:{os.environ['LOCAL_RANK']}" if launched() > 1 and wants_cuda else name
+    return f"cuda:{_number('LOCAL_RANK')}" if launched() > 1 and wants_cuda else name
 
 
 def parallel_for(wanted: str | None) -> str | None:
@@ -62,6 +63,11 @@ def parallel_for(wanted: str | None) -> str | None:
 _LOST = re.compile("Connection closed by peer|Connection reset|Broken pipe|remote process exited")
 
 
+def is_lost(error: BaseException) -> bool:
+    """Whether an error says that another rank is gone."""
+    return isinstance(error, RuntimeError) and _LOST.search(str(error)) is not None
+
+
 @contextmanager
 def process_group(device: torch.device) -> Iterator[None]:
     """Join the processes torchrun started, and leave them at the end; alone, do nothing.
@@ -71,20 +77,57 @@ def process_group(device: torch.device) -> Iterator[None]:
     if launched() == 1 or dist.is_initialized():
         yield
         return
+    store = _met()
+    known: dict[str, Any] = {"store": store, "rank": _number("RANK"), "world_size": launched()}
     if device.type == "cuda":
-        dist.init_process_group("nccl", device_id=device)
+        dist.init_process_group("nccl", device_id=device, **known)
     else:
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", **known)
     try:
         yield
     except RuntimeError as error:
-        if not _LOST.search(str(error)):
+        if not is_lost(error):
             raise
         raise ShoestringError(
             f"rank {dist.get_rank()} stops: another rank ended", hint="see what that one said"
         ) from error
     finally:
         dist.destroy_process_group()
+
+
+JOIN_SECONDS = 60.0
+"""For all ranks to start; SHOESTRING_JOIN_SECONDS says otherwise."""
+
+
+def _met() -> dist.Store:
+    """Where all ranks have met; ShoestringError where one of them does not come.
+
+    Only the first wait needs a limit of its own: later the connection says who is gone.
+    """
+    limit = timedelta(seconds=float(os.environ.get("SHOESTRING_JOIN_SECONDS", JOIN_SECONDS)))
+    mine, all_of_them = _number("RANK"), range(launched())
+    try:
+        store, _, _ = next(iter(dist.rendezvous("env://", mine, launched(), timeout=limit)))
+        store.set(f"shoestring/here/{mine}", "yes")
+        store.wait([f"shoestring/here/{number}" for number in all_of_them], limit)
+    except (dist.DistError, RuntimeError, ValueError) as error:
+        raise ShoestringError(
+            f"rank {mine}: not all {launched()} ranks started within {limit.seconds} s",
+            hint="start them with torchrun, which ends all when one ends; "
+            f"({str(error).strip().partition(chr(10))[0][:200]})",
+        ) from error
+    return dist.PrefixStore("shoestring", store)
+
+
+def _number(name: str) -> int:
+    """A variable that torchrun sets."""
+    given = os.environ.get(name, "")
+    if not given.isdecimal() or len(given) > 9:
+        raise InputError(
+            f"WORLD_SIZE is {os.environ.get('WORLD_SIZE')}, and {name} is {given!r}",
+            hint="torchrun --nproc-per-node 2 -m shoestring train …",
+        )
+    return int(given)
 
 
 def communication_device() -> torch.device:

@@ -68,7 +68,7 @@ def _within(path: str, block: str) -> bool:
 
 
 def _units(model: nn.Module, plan: Plan) -> list[tuple[str, ...]]:
-    """The blocks that are gathered together: those that run again together."""
+    """The blocks that are gathered together: those that are recomputed together."""
     found = (technique.gathered(model) for technique in plan.techniques)
     alone: list[tuple[str, ...]] = [(path,) for path in block_paths(model)]
     return next((units for units in found if units is not None), alone)

@@ -17,7 +17,7 @@ from ..memory.live.measure import Measurement, track
 from ..techniques.base import Run, Setup, Technique
 from ..techniques.plan import Plan
 from ..trace.capture import Loss, check_loss, check_trainable
-from ..trace.fakes import check_optimizer, is_fake
+from ..trace.fakes import adds_to_the_step, check_optimizer, is_fake, unwrapped
 from ..trace.graph import Phase
 from .graph import GraphRunner, can_capture, on_device
 from .holding import Hold
@@ -58,10 +58,10 @@ class Step:
     def __call__(self, batch: Any) -> torch.Tensor:
         """Forward, backward, update; returns the loss of the minibatch, detached."""
         self._drop_gradients()  # a backward pass of the user's own may have left some
-        with self._there():
+        with self._on_model_device():
             return self._run(batch) if self._hold is None else self._hold(batch)
 
-    def _there(self) -> AbstractContextManager[Any]:
+    def _on_model_device(self) -> AbstractContextManager[Any]:
         """On the model's GPU, which need not be the current one."""
         first = next(self.model.parameters())
         real = first.is_cuda and not is_fake(first)
@@ -106,7 +106,7 @@ class Step:
         self._drop_gradients()
         gc.collect()
         if next(self.model.parameters()).device.type == "cuda":
-            with self._there():
+            with self._on_model_device():
                 torch.cuda.synchronize()
                 torch.cuda.reset_peak_memory_stats()
                 self.loss = self._run(batch)
@@ -128,7 +128,7 @@ class Step:
         self._drop_gradients()
         device = next(self.model.parameters()).device
         moved = on_device(device, batch)
-        with self._there():
+        with self._on_model_device():
             found = live_at_peak(
                 lambda entering: self._compute(moved, entering), self.model, moved, self.optimizer
             )
@@ -222,12 +222,25 @@ class Step:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a `state_dict`."""
+        """Go on from a `state_dict` of a step with the same plan.
+
+        InputError for another one, before anything changes.
+        """
         if lacking := [name for name in self._setup.state if name not in state["techniques"]]:
             raise InputError(
                 f"the state has no {', '.join(lacking)}: a step of another plan saved it",
                 hint="load its 'model' into step.model, and start the optimizer anew",
             )
+        if more := [name for name in state["techniques"] if name not in self._setup.state]:
+            raise InputError(
+                f"the state has {', '.join(more)}, which this step has not: a step of another plan "
+                "saved it, and stored its numbers otherwise",
+                hint="apply the plan it was saved under",
+            )
+        for item in self._setup.state.values():
+            check = getattr(item, "check_state", None)
+            if check is not None:
+                check(state)
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         for name, item in self._setup.state.items():
@@ -251,13 +264,16 @@ def prepare(
             hint="build the optimizer from model.parameters()",
         )
     chosen = plan if isinstance(plan, Plan) else Plan(plan)
+    own = unwrapped(optimizer)
+    stepping = optimizer if adds_to_the_step(optimizer) else own
     setup = Setup(
         model=model,
-        optimizer=optimizer,
+        optimizer=own,
         run=lambda batch: loss(model, batch),
         split=_whole,
         backward=lambda value: value.backward(),
-        update=lambda: optimizer.step() and None,
+        update=lambda: stepping.step() and None,
+        wrapper=None if stepping is own else optimizer,
         loss=loss,
     )
     return chosen, setup

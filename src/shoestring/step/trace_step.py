@@ -4,31 +4,37 @@ from __future__ import annotations
 
 import gc
 import warnings
+import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..memory.cuda.calibrate import learn_convolutions
+from ..techniques.base import Setup
 from ..techniques.plan import Plan
 from ..torch_private.fake_tensors import FakeTensorMode
+from ..trace.answers import Answers, with_answers
+from ..trace.attributes import held_by
 from ..trace.batches import tensors_of
 from ..trace.capture import Loss, RecordedStep, freeze, named_failures
 from ..trace.cuda import CudaKernels
+from ..trace.draws import at_worst
 from ..trace.fakes import (
     OptimizerLike,
     default_to_foreach,
     fake_batch,
     fake_model,
     make_optimizer,
-    same_random_streams,
 )
-from ..trace.graph import Phase, Trace
+from ..trace.graph import Phase, Trace, live_bytes
 from ..trace.outside import Outside
 from ..trace.recorder import Recorder
 from ..trace.split import cut, examples_of
+from ..trace.untouched import nothing_changes
 from ..trace.values import forget_varied
 from .graph import is_capturable
 from .step import Step, apply_alone
@@ -45,6 +51,7 @@ def capture_step(
     passes: bool = True,
     trained: Collection[str] = (),
     watch: Callable[[nn.Module, Recorder], None] | None = None,
+    trained_by: torch.optim.Optimizer | None = None,
 ) -> Trace:
     """One steady step by the plan, as `trace.capture` records a plain one.
 
@@ -52,47 +59,122 @@ def capture_step(
     left, so its peak is the step's. If it is the last and smaller, both are recorded. `trained`
     names the parameters that get a gradient; `watch` is shown the model and the recorder before the
     step. Without an optimizer there is no update, nor state; without `passes` there is only the
-    update.
+    update. `trained_by` is the optimizer of the step where another one, or none, is traced.
+
+    On CUDA a step may become a graph. While it is captured nothing can be read, and Hugging Face
+    makes masks it would not make otherwise; but the first step runs eagerly. The larger one counts.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with warnings.catch_warnings(), same_random_streams():
-        warnings.simplefilter("ignore")
-        twin, mapping = fake_model(model, mode)
-        data = fake_batch(batch, mode)
-        updates = make_optimizer(optimizer or "sgd-plain", twin, mapping)
-        assert updates is not None
-        if device == "cuda":
-            default_to_foreach(updates)
-        recorder, outside = Recorder(), Outside(mode)
-        kernels: AbstractContextManager[Any] = CudaKernels() if device == "cuda" else nullcontext()
-        with named_failures(recorder), mode, outside, kernels:
-            step = apply_alone(Plan.of(plan), twin, updates, loss=loss)
-            # While a graph is captured nothing can be read, and Hugging Face does not ask.
-            if device == "cuda" and is_capturable(step._setup):
-                outside.stop_asking()
-            size = plan.examples_at_once(data)
-            examples = examples_of(data) if size is not None else None
-            if size is not None and examples is not None and 2 * size <= examples:
-                forget_varied(data)
-                if step._setup.adds_apart:
-                    data = cut(data, 0, min(3 * size, examples))  # the third meets all of them
-                else:
-                    data = cut(data, 0, size)
-                    if passes:  # gradients as they are: one may be a part of a larger tensor
-                        step._setup.backward(step._setup.run(data))
-            elif passes and step._setup.first_run_differs:
-                for part, _ in step._setup.split(data):
-                    step._setup.run(part)
-            if not passes:
-                _leave_gradients(step, trained)
-            if watch is not None:
-                watch(twin, recorder)
-            with _only_new_garbage(), recorder:  # not following functions: techniques have hooks
-                recorded = _record(recorder, step, data, passes, update=optimizer is not None)
-    trace = freeze(recorder, twin, updates, recorded, device)
+    size = plan.examples_at_once(batch)
+    examples = examples_of(batch) if size is not None else None
+    if size is not None and (examples is None or 2 * size > examples):
+        size = None
+    request = _Request(
+        plan, model, batch, loss, optimizer, device, passes, trained, watch, trained_by, size
+    )
+    known = _captured_needs_more.setdefault(model, {})
+    kind = tuple(technique.name for technique in plan.techniques)
+    made, differs = request.trace(captured=known.get(kind, False))
+    if kind not in known and differs:
+        captured, _ = request.trace(captured=True)
+        known[kind] = live_bytes(captured) > live_bytes(made)
+        if known[kind]:
+            made = captured
+        elif watch is not None:  # it shall have seen the trace that counts
+            made, _ = request.trace(captured=False)
     if device == "cuda" and torch.cuda.is_available():
-        learn_convolutions(trace)
-    return trace
+        learn_convolutions(made)
+    return made
+
+
+_captured_needs_more: weakref.WeakKeyDictionary[nn.Module, dict[Any, bool]]
+_captured_needs_more = weakref.WeakKeyDictionary()
+"""Models whose captured steps differ from eager ones, by the techniques of the plan."""
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What `capture_step` was asked for."""
+
+    plan: Plan
+    model: nn.Module
+    batch: Any
+    loss: Loss
+    optimizer: OptimizerLike
+    device: str
+    passes: bool
+    trained: Collection[str]
+    watch: Callable[[nn.Module, Recorder], None] | None
+    trained_by: torch.optim.Optimizer | None
+    size: int | None
+    """Examples that run at once, if fewer than half of the batch."""
+
+    def trace(self, *, captured: bool) -> tuple[Trace, bool]:
+        """The step run eagerly, or as a graph is captured, and whether these differ."""
+        differs = False
+
+        def once(answers: Answers | None) -> Trace:
+            nonlocal differs
+            made, differs = self._traced(answers, captured)
+            return made
+
+        def answered() -> Trace:
+            return with_answers(once, self.model, self.batch, self.loss, self.size)
+
+        return at_worst(self.model, answered, live_bytes), differs
+
+    def _traced(self, answers: Answers | None, captured: bool) -> tuple[Trace, bool]:
+        plan, model, batch, loss, optimizer = (
+            self.plan, self.model, self.batch, self.loss, self.optimizer
+        )  # fmt: skip
+        device, passes, size = self.device, self.passes, self.size
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        with warnings.catch_warnings(), nothing_changes(model, loss):
+            warnings.simplefilter("ignore")
+            twin, mapping = fake_model(model, mode)
+            data = fake_batch(batch, mode)
+            updates = make_optimizer(optimizer or "sgd-plain", twin, mapping)
+            assert updates is not None
+            if device == "cuda":
+                default_to_foreach(updates)
+            recorder, outside = Recorder(), Outside(mode, answers=answers)
+            asked = nullcontext() if answers is None else answers.following(twin)
+            kernels: AbstractContextManager[Any] = (
+                CudaKernels() if device == "cuda" else nullcontext()
+            )
+            with named_failures(recorder), asked, mode, outside, kernels:
+                step = apply_alone(Plan.of(plan), twin, updates, loss=loss)
+                capturable = self._becomes_a_graph(step._setup)
+                if capturable and captured:
+                    outside.stop_asking()
+                if size is not None:
+                    forget_varied(data)
+                    if step._setup.adds_apart:
+                        # The third part meets all of them.
+                        data = cut(data, 0, min(3 * size, examples_of(data) or size))
+                    else:
+                        data = cut(data, 0, size)
+                        if passes:  # gradients as they are: one may be a part of a larger tensor
+                            step._setup.backward(step._setup.run(data))
+                elif passes and step._setup.first_run_differs:
+                    for part, _ in step._setup.split(data):
+                        step._setup.run(part)
+                if not passes:
+                    _leave_gradients(step, self.trained)
+                if self.watch is not None:
+                    self.watch(twin, recorder)
+                with (
+                    _only_new_garbage(),
+                    recorder,
+                ):  # not following functions: techniques have hooks
+                    recorded = _record(recorder, step, data, passes, update=optimizer is not None)
+        made = freeze(recorder, twin, updates, recorded, device)
+        return made, capturable and outside.was_asked
+
+    def _becomes_a_graph(self, setup: Setup) -> bool:
+        """On CUDA, by the optimizer that really trains."""
+        if self.trained_by is not None and not setup.update_on_device:
+            setup = replace(setup, optimizer=self.trained_by)
+        return self.device == "cuda" and is_capturable(setup)
 
 
 @contextmanager
@@ -137,6 +219,7 @@ def _record(
         if record is not None:
             made.inputs.append(record)
     recorder.recording = True
+    before = [held_by(module) for module in step.model.modules()]
 
     def entering(phase: Phase) -> None:
         recorder.phase = phase
@@ -164,5 +247,7 @@ def _record(
         entering(Phase.OPTIMIZER)
         updates()
         step.optimizer.zero_grad(set_to_none=True)
+    recorder.recording = False
+    made.note_moved(step.model, before, lambda: setup.run(batch))
     gc.collect()
     return made

@@ -100,6 +100,8 @@ class Setup:
     """Whether the update takes learning rates as tensors, so that a graph follows a schedule."""
     loss: Callable[[nn.Module, Any], torch.Tensor] | None = None
     """The user's own, (model, batch) → loss; `run` is what the step makes of it."""
+    wrapper: Any = None
+    """What `update` calls, where that is an object around the optimizer with a step of its own."""
     undo: list[Callable[[], None]] = field(default_factory=list)
     """Called in reverse order when a later technique fails: the model must be as it was."""
 

@@ -1,4 +1,4 @@
-"""BatchNorm on CUDA in kernels of its own: keeps its input alone, takes the ReLU behind it along.
+"""BatchNorm on CUDA in kernels of its own: keeps only its input, fuses the following ReLU.
 
 The arithmetic is FP32, as the report asks for 16-bit tensors (Section 3.2). Statistics and
 normalisation are two functions, so that a second pass has the statistics already and runs one

@@ -11,9 +11,13 @@ from typing import Any, ClassVar, Self
 
 import torch
 
+from .. import files
 from ..errors import InputError
 from .base import LossUnits, Technique
 from .registry import name_of, registered
+
+MOST_BYTES = 10**7
+"""Of a plan's file."""
 
 
 @dataclass(frozen=True, init=False)
@@ -141,13 +145,13 @@ class Plan:
         for name, settings in self.to_dict().items():
             lines = [f"{key} = {_toml(value)}" for key, value in settings.items()]
             parts.append("\n".join([f"[{name}]", *lines]))
-        return "\n\n".join(parts) + "\n"
+        return ("\n\n".join(parts) or "# plain training: no technique") + "\n"
 
     def save(self, path: str | Path) -> None:
         """Write TOML, or JSON where the name ends in .json."""
         text = self.to_json() if Path(path).suffix == ".json" else self.to_toml()
         try:
-            Path(path).write_text(text, encoding="utf-8")
+            files.write(path, text.encode())
         except OSError as error:
             raise InputError(f"cannot write the plan {path}: {error.strerror}") from None
 
@@ -155,11 +159,13 @@ class Plan:
     def load(cls, path: str | Path) -> Plan:
         """Read a plan that `save` or a person wrote."""
         try:
-            text = Path(path).read_text(encoding="utf-8")
+            text = files.read(path, MOST_BYTES, plain=False).decode()
+            if not text.strip():  # a disk that was full leaves one
+                raise ValueError("it is empty")
             given = json.loads(text) if Path(path).suffix == ".json" else tomllib.loads(text)
         except OSError as error:
             raise InputError(f"cannot read the plan {path}: {error.strerror}") from None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InputError(f"the plan {path} is damaged: {error}", hint="TOML or JSON") from None
         if not isinstance(given, Mapping):
             raise InputError(f"the plan {path} is not a table", hint="TOML or JSON")

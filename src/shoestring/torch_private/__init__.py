@@ -3,7 +3,8 @@
 No other file names `torch._…`. When torch moves, look here first; this is what breaks:
 
 - `fake_tensors` (`torch._subclasses.fake_tensor`): every prediction, so profile, plan and verify.
-- `dispatch` (`torch.utils._python_dispatch`): tracing, measuring on the CPU, sparse weights.
+- `dispatch` (`torch.utils._python_dispatch`, `torch.overrides`): tracing, measuring on the CPU,
+  sparse weights.
 - `trees` (`torch.utils._pytree`): whatever looks for the tensors of a batch or of a call.
 - `autograd` (`torch._C`, `torch.autograd`): which operation a gradient belongs to; recomputation
   by recipe; sparse weights under checkpointing.

@@ -11,6 +11,8 @@ import torch
 DYNAMO = "torch._dynamo"
 """A second to import; the first optimizer does it."""
 
+preserved_version = torch.autograd._unsafe_preserve_version_counter
+"""A context in which writing to a tensor goes unseen by what was saved for backward."""
 DisableTorchFunction = torch._C.DisableTorchFunction
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
 tensor_methods: ModuleType = torch._tensor

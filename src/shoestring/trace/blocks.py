@@ -21,19 +21,14 @@ def is_normalization(module: nn.Module) -> bool:
 
 
 def writers(trace: Trace) -> frozenset[str]:
-    """Paths of modules whose buffers change in the forward pass: how often they run counts."""
-    found: set[str] = set()
+    """Paths of modules whose state changes in the forward pass: how often they run counts."""
+    found: set[str] = set(trace.moved)
     for op in trace.forward_ops:
         for name, spec in op.inputs if op.mutates else ():
             storage = trace.storages[trace.values[spec.value].storage]
             if name in op.mutates and storage.role is Role.BUFFER:
                 found.add(storage.module)
     return frozenset(found)
-
-
-def runs_twice(model: nn.Module, writing: Iterable[str]) -> bool:
-    """Whether all that write can run again: statistics of normalisations stay as they are."""
-    return all(isinstance(model.get_submodule(path), _STATISTICS) for path in writing)
 
 
 def sparsifiable_names(model: nn.Module) -> frozenset[str]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
+import logging
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,16 +17,18 @@ from torch import nn
 
 from ..errors import InputError, ShoestringError, TraceError
 from ..torch_private.fake_tensors import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
+    LOGGER,
     FakeTensorMode,
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
 from ..torch_private.trees import tree_leaves
+from .answers import INSIDE, Answers, reads_values, with_answers
+from .attributes import Held, held_by, moved_modules
 from .batches import tensors_of
 from .blocks import is_normalization, sparsifiable_names
 from .cuda import CudaKernels
+from .draws import at_worst
 from .fakes import (
     OptimizerLike,
     default_to_foreach,
@@ -31,11 +36,11 @@ from .fakes import (
     fake_model,
     make_optimizer,
     mode_of,
-    same_random_streams,
 )
-from .graph import Op, ParameterSpec, Phase, Role, Storage, Trace, Value
+from .graph import Op, ParameterSpec, Phase, Role, Storage, Trace, Value, live_bytes
 from .outside import Outside
 from .recorder import Recorder, StorageRecord
+from .untouched import nothing_changes
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
 
@@ -57,18 +62,35 @@ def capture(
     if device not in ("cpu", "cuda"):
         raise InputError(f"no accounting for device {device!r}", hint="use 'cpu' or 'cuda'")
     check_trainable(model)
+
+    def trace(answers: Answers | None) -> Trace:
+        return _traced(model, batch, loss, optimizer, device, answers)
+
+    return at_worst(model, lambda: with_answers(trace, model, batch, loss, None), live_bytes)
+
+
+def _traced(
+    model: nn.Module,
+    batch: Any,
+    loss: Loss,
+    optimizer: OptimizerLike,
+    device: str,
+    answers: Answers | None,
+) -> Trace:
     fake_mode = mode_of(model) or FakeTensorMode(allow_non_fake_inputs=True)
-    with warnings.catch_warnings(), same_random_streams():
+    with warnings.catch_warnings(), nothing_changes(model, loss):
         warnings.simplefilter("ignore")
         twin, mapping = fake_model(model, fake_mode)
         data = fake_batch(batch, fake_mode)
         fake_optimizer = make_optimizer(optimizer, twin, mapping)
         if device == "cuda" and fake_optimizer is not None:
             default_to_foreach(fake_optimizer)
-        recorder, outside = Recorder(), Outside(fake_mode)
+        recorder, outside = Recorder(), Outside(fake_mode, answers=answers)
+        asked = nullcontext() if answers is None else answers.following(twin)
         kernels: AbstractContextManager[Any] = CudaKernels() if device == "cuda" else nullcontext()
         with (
             named_failures(recorder),
+            asked,
             fake_mode,
             outside,
             kernels,
@@ -86,8 +108,10 @@ def user_code() -> Iterator[None]:
         yield
     except (ShoestringError, torch.OutOfMemoryError):
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        if isinstance(error, SystemExit):
+            first = f"it called sys.exit({error.code!r})"
         raise InputError(
             f"the model failed on this batch: {first}",
             hint="loss(model, batch) must run as it would in training",
@@ -98,25 +122,47 @@ def user_code() -> Iterator[None]:
 def named_failures(recorder: Recorder | None = None) -> Iterator[None]:
     """Tell what fake tensors cannot do from what the user's own code did wrong."""
     try:
-        with user_code():
+        with user_code(), _unlogged():
             yield
     except InputError as error:
         cause = error.__cause__
         where = "the model"
         if recorder is not None:
             where = recorder.failed_in or ("the loss" if recorder.failed_in is None else where)
-        if isinstance(cause, (DataDependentOutputException, DynamicOutputShapeException)):
+        if cause is not None and reads_values(cause):
+            func = getattr(cause, "func", type(cause).__name__)
             raise TraceError(
-                f"{where} reads the value of a tensor ({cause.func}), "
+                f"{where} reads the value of a tensor ({func}{line_of(cause)}), "
                 "which does not exist before the step runs",
-                hint="trace a variant without data-dependent control flow, or measure a real step",
+                hint="give a model with weights: values are then read from a real forward pass; "
+                "or verify and measure, which run real steps",
+                values=True,
             ) from cause
         if isinstance(cause, (UnsupportedOperatorException, UnsupportedFakeTensorException)):
             raise TraceError(
-                f"{where} uses an operation without a shape function: {cause}",
+                f"{where} uses an operation without a shape function{line_of(cause)}: {cause}",
                 hint="register one with torch.library.register_fake, or measure a real step",
             ) from cause
         raise
+
+
+@contextmanager
+def _unlogged() -> Iterator[None]:
+    """PyTorch logs what a shape function raises, with its traceback; here it is an error."""
+    logger = logging.getLogger(LOGGER)
+    disabled, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = disabled
+
+
+def line_of(error: BaseException) -> str:
+    """Where in the user's code it happened: ' at model.py:12', or nothing."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith(INSIDE):
+            return f" at {Path(frame.filename).name}:{frame.lineno}"
+    return ""
 
 
 class RecordedStep:
@@ -132,6 +178,17 @@ class RecordedStep:
         self.state_elements: dict[str, tuple[int, ...]] = {}
         self.backward_start = 0
         self.step_counts: set[int] = set()
+        self.moved: frozenset[str] = frozenset()
+
+    def note_moved(self, model: nn.Module, before: list[Held], run: Callable[[], Any]) -> None:
+        """Which modules the forward pass changes every time; what only the first fills is a cache.
+
+        `before` is of before the pass; `run` runs it once more.
+        """
+        if moved_modules(model, before):
+            again = [held_by(module) for module in model.modules()]
+            run()
+            self.moved = moved_modules(model, again)
 
     def note_gradients(self, recorder: Recorder, named: dict[str, nn.Parameter]) -> None:
         """Which storages are gradients, once there are any."""
@@ -188,6 +245,7 @@ def _record_step(
             step.inputs.append(record)
     recorder.recording = True
 
+    before = [held_by(module) for module in model.modules()]
     recorder.phase = Phase.FORWARD
     value = loss(model, batch)
     check_loss(value)
@@ -211,6 +269,7 @@ def _record_step(
         parameter.grad = None
     recorder.recording = False
     del value
+    step.note_moved(model, before, lambda: loss(model, batch))
     gc.collect()
     return step
 
@@ -322,6 +381,7 @@ def freeze(
         loss=step.loss_value,
         device=device,
         optimizer="none" if optimizer is None else type(optimizer).__name__,
+        moved=step.moved,
     )
 
 

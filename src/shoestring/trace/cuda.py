@@ -24,10 +24,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.overrides import TorchFunctionMode, _len_torch_function_stack, _pop_mode_temporarily
+from torch.overrides import TorchFunctionMode
 
 from ..torch_private.autograd import current_node, tensor_methods
-from ..torch_private.dispatch import TorchDispatchMode
+from ..torch_private.dispatch import (
+    TorchDispatchMode,
+    function_modes,
+    without_innermost_function_mode,
+)
 from ..torch_private.fake_tensors import DataDependentOutputException
 from ..torch_private.storages import suggest_memory_format, use_count
 from ..torch_private.trees import tree_leaves
@@ -248,9 +252,9 @@ def _open_functions() -> Iterator[None]:
 
     def outside(check: Any) -> Any:
         def ask(*args: Any) -> bool:
-            if not _len_torch_function_stack():
+            if not function_modes():
                 return check(*args)
-            with _pop_mode_temporarily():
+            with without_innermost_function_mode():
                 return check(*args)
 
         return ask

@@ -1,4 +1,4 @@
-"""Twins of a model, its batch and its optimizer that have shapes and no memory."""
+"""Fake copies of a model, its batch and its optimizer: shapes, and no memory."""
 
 from __future__ import annotations
 
@@ -129,29 +129,94 @@ def make_optimizer(
             raise InputError(
                 f"unknown optimizer {optimizer!r}", hint="one of " + ", ".join(sorted(OPTIMIZERS))
             )
-        made = OPTIMIZERS[optimizer]([p for p in model.parameters() if p.requires_grad])
+        trained: list[torch.Tensor] = [p for p in model.parameters() if p.requires_grad]
+        if not trained:
+            raise InputError(
+                "nothing to train: none of the model's parameters requires a gradient",
+                hint="call model.requires_grad_(True), or unfreeze the part to train",
+            )
+        made = OPTIMIZERS[optimizer](trained)
         _early_state(made)
         return made
     check_optimizer(optimizer)
+    return _optimizer_twin(unwrapped(optimizer), mapping, {})
+
+
+def _optimizer_twin(
+    optimizer: torch.optim.Optimizer, mapping: dict[int, torch.Tensor], memo: dict[int, Any]
+) -> torch.optim.Optimizer:
+    """A copy over other parameters; optimizers it holds, and groups it shares with them, as well.
+
+    Attributes are set on the copy itself, never through properties: those of a wrapper write to
+    what it wraps, which is the user's.
+    """
+    if id(optimizer) in memo:
+        found: torch.optim.Optimizer = memo[id(optimizer)]
+        return found
     # Not copy.copy: an optimizer's pickled state leaves out what a subclass adds to it.
     twin: torch.optim.Optimizer = object.__new__(type(optimizer))
-    twin.__dict__.update(optimizer.__dict__)
-    twin.__dict__.pop("step", None)  # a learning-rate scheduler binds it to the original
-    twin._optimizer_step_pre_hooks = OrderedDict()
-    twin._optimizer_step_post_hooks = OrderedDict()
-    try:
-        twin.param_groups = [
-            {**group, "params": [mapping[id(p)] for p in group["params"]]}
-            for group in optimizer.param_groups
-        ]
-    except KeyError:
-        raise InputError(
-            "the optimizer holds parameters that are not the model's",
-            hint="build the optimizer from model.parameters()",
-        ) from None
-    twin.state = defaultdict(dict)
-    _early_state(twin)
+    memo[id(optimizer)] = twin
+    held = dict(vars(optimizer))
+    held.pop("step", None)  # a learning-rate scheduler binds it to the original
+    if "param_groups" in held:
+        held["param_groups"] = _group_twins(optimizer.param_groups, mapping, memo)
+    if "state" in held:
+        state = optimizer.state
+        held["state"] = memo.setdefault(id(state), defaultdict(dict))
+    for name, value in held.items():
+        if isinstance(value, torch.optim.Optimizer):
+            held[name] = _optimizer_twin(value, mapping, memo)
+        elif name.startswith("_optimizer_step_p"):
+            held[name] = OrderedDict()
+    vars(twin).update(held)
+    if "state" in held:
+        _early_state(twin)
     return twin
+
+
+def _group_twins(groups: Any, mapping: dict[int, torch.Tensor], memo: dict[int, Any]) -> Any:
+    if id(groups) not in memo:
+        try:
+            memo[id(groups)] = [
+                {**group, "params": [mapping[id(p)] for p in group["params"]]} for group in groups
+            ]
+        except KeyError:
+            raise InputError(
+                "the optimizer holds parameters that are not the model's",
+                hint="build the optimizer from model.parameters()",
+            ) from None
+    return memo[id(groups)]
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """The optimizer behind wrappers that pass everything on, as accelerate's and Lightning's do.
+
+    They have its very groups and state. One with a state of its own is an optimizer, whatever it
+    holds.
+    """
+    seen = {id(optimizer)}
+    while True:
+        held = (getattr(optimizer, name, None) for name in ("optimizer", "_optimizer"))
+        inner = next((o for o in held if isinstance(o, torch.optim.Optimizer)), None)
+        if inner is None or id(inner) in seen or not _passes_on(optimizer, inner):
+            return optimizer
+        seen.add(id(inner))
+        optimizer = inner
+
+
+def _passes_on(wrapper: Any, inner: torch.optim.Optimizer) -> bool:
+    groups, state = (getattr(wrapper, name, None) for name in ("param_groups", "state"))
+    return groups is inner.param_groups and state is inner.state
+
+
+def adds_to_the_step(optimizer: Any) -> bool:
+    """Whether a wrapper may do more in `step` than what it wraps, such as clipping gradients.
+
+    Accelerate's and Lightning's are known not to, where they scale nothing.
+    """
+    library = type(optimizer).__module__.partition(".")[0]
+    known = library in ("accelerate", "lightning", "pytorch_lightning")
+    return unwrapped(optimizer) is not optimizer and not known
 
 
 def _early_state(optimizer: torch.optim.Optimizer) -> None:
@@ -171,7 +236,7 @@ def check_optimizer(optimizer: Any) -> None:
     """
     if not hasattr(optimizer, "param_groups") or not hasattr(type(optimizer), "step"):
         raise InputError(
-            f"{optimizer!r} is no optimizer",
+            f"{optimizer!r} is not an optimizer",
             hint="build one, such as torch.optim.SGD(model.parameters(), lr=0.1)",
         )
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
@@ -193,9 +258,12 @@ def default_to_foreach(optimizer: torch.optim.Optimizer) -> None:
 def same_random_streams() -> Iterator[None]:
     """Leave the user's random streams where they were."""
     streams = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     try:
         yield
     finally:
         torch.set_rng_state(streams[0])
         random.setstate(streams[1])
         np.random.set_state(streams[2])
+        for number, state in enumerate(cuda):
+            torch.cuda.set_rng_state(state, number)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -160,6 +161,8 @@ class Trace:
     checkpoint_blocks: tuple[str, ...] = ()
     """The modules that count as blocks for it; empty for those that are found."""
     warnings: tuple[str, ...] = field(default=())
+    moved: frozenset[str] = frozenset()
+    """Modules whose buffers the forward pass assigns, or whose counters and lists it changes."""
 
     @cached_property
     def forward_ops(self) -> tuple[Op, ...]:
@@ -178,6 +181,16 @@ class Trace:
 
     def _flops(self, phase: Phase) -> int:
         return sum(op.flops for op in self.ops if op.phase is phase)
+
+
+def live_bytes(trace: Trace) -> int:
+    """The most that storages hold at once."""
+    changes: dict[int, int] = {}
+    for storage in trace.storages:
+        if storage.birth < storage.death:
+            for at, nbytes in ((storage.birth, storage.nbytes), (storage.death, -storage.nbytes)):
+                changes[at] = changes.get(at, 0) + nbytes
+    return max(accumulate(changes[at] for at in sorted(changes)), default=0)
 
 
 def channels_last_order(dims: int) -> tuple[int, ...]:

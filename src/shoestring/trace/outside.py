@@ -6,11 +6,18 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from ..torch_private.autograd import current_node
 from ..torch_private.dispatch import TorchDispatchMode, without_modes
 from ..torch_private.fake_tensors import FakeTensor, FakeTensorMode
 from ..torch_private.trees import tree_leaves, tree_map
+from .answers import PACKS, Answers, Reads, given, is_question, writes_masked
+from .draws import is_single_draw, pinned
+from .operand_types import check_types
 from .values import asking, run
 
 _aten = torch.ops.aten
@@ -20,6 +27,9 @@ _NUMBERS = frozenset(
         *(_aten.zeros.default, _aten.ones.default, _aten.full.default),
     }
 )
+UNKNOWN = 2.0
+"""For what an optimizer reads, a step count or another number; no size depends on it. Not 1.0,
+which some subtract from one and divide by."""
 _LIFTS = (_aten.lift_fresh.default, _aten.lift_fresh_copy.default)
 
 
@@ -30,27 +40,51 @@ class Outside(TorchDispatchMode):
     are put back on leaving; those the step made live on with this object, as they would in
     training. A single number is made for real, so that it can be compared and read:
     `torch.rand([]) < self.layerdrop`. No generator of the user's is used, only the stream. Hugging
-    Face asks the questions that `trace.values` can answer, until `stop_asking`.
+    Face asks the questions that `trace.values` can answer, until `stop_asking`. `answers` are those
+    to all other questions.
     """
 
-    def __init__(self, fake_mode: FakeTensorMode) -> None:
+    def __init__(self, fake_mode: FakeTensorMode, *, answers: Answers | None = None) -> None:
         super().__init__()
         self._fake_mode = fake_mode
         self._gradients: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
-        self._asking: AbstractContextManager[Any] = asking()
+        self._asked: list[bool] = []
+        self._asking: AbstractContextManager[Any] = asking(self._asked)
+        self._stepping = 0
+        self._answers = answers
+        self._reads = nullcontext() if answers is None else Reads(answers)
 
     def __enter__(self) -> Outside:
         self._asking.__enter__()
+        self._steps = [
+            register_optimizer_step_pre_hook(self._step_begins),
+            register_optimizer_step_post_hook(self._step_ends),
+        ]
         super().__enter__()
+        self._reads.__enter__()
         return self
+
+    @property
+    def was_asked(self) -> bool:
+        """Whether a question was answered that is not asked while a graph is captured."""
+        return bool(self._asked)
 
     def stop_asking(self) -> None:
         """From now on as if a CUDA graph were captured, where nothing can be read."""
         self._asking.__exit__(None, None, None)
         self._asking = nullcontext()
 
+    def _step_begins(self, *_: Any) -> None:
+        self._stepping += 1
+
+    def _step_ends(self, *_: Any) -> None:
+        self._stepping -= 1
+
     def __exit__(self, *error: Any) -> None:
+        self._reads.__exit__(*error)
         super().__exit__(*error)
+        for handle in self._steps:
+            handle.remove()
         self._asking.__exit__(None, None, None)
         for key, (leaf, gradient) in self._gradients.items():
             self._gradients[key] = leaf, leaf.grad
@@ -60,6 +94,7 @@ class Outside(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        check_types(func, args)
         node: Any = current_node()
         if node is not None and node.name() == "torch::autograd::AccumulateGrad":
             leaf = node.variable
@@ -68,8 +103,21 @@ class Outside(TorchDispatchMode):
         if func in _NUMBERS and _is_one_number(args, kwargs):
             with without_modes():
                 real = func(*args, **kwargs)
+                real = pinned(real) if is_single_draw(func, real) else real
                 converter = self._fake_mode.fake_tensor_converter
                 return converter.from_real_tensor(self._fake_mode, real, make_constant=True)
+        if self._stepping and func is _aten._local_scalar_dense.default:
+            if isinstance(args[0], FakeTensor) and args[0].constant is None:
+                return UNKNOWN
+        if writes_masked(func, args):  # its shape function would count
+            return args[0] if func._schema.is_mutable else run(_aten.clone.default, args[:1], {})
+        if is_question(func, args):
+            if FakeTensor not in types and func is not PACKS:
+                with without_modes():
+                    return func(*args, **kwargs)
+            answers = None if self._stepping else self._answers
+            if answers is not None and (func, args) in answers:
+                return given(answers, func, args, self._fake_mode)
         written = func._schema.is_mutable
         if FakeTensor in types or (not written and (not func.is_view or func in _LIFTS)):
             return run(func, args, kwargs)
@@ -97,4 +145,4 @@ def _is_one_number(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     shape = next((a for a in (*args, kwargs.get("size")) if isinstance(a, (list, tuple))), None)
     device = kwargs.get("device")
     on_cpu = device is None or torch.device(device).type == "cpu"
-    return shape is not None and len(shape) == 0 and on_cpu
+    return shape is not None and all(extent == 1 for extent in shape) and on_cpu

@@ -46,10 +46,10 @@ from .graph import Op, Phase, TensorSpec, channels_last_order
 from .grouped import grouped_product
 from .losses import is_whole, with_whole_storage
 from .onednn import with_workspace
+from .outside import UNKNOWN
 from .statistics import with_wide_statistics
 
 _MASK_MAKERS = ("bernoulli", "bernoulli_")
-_UNKNOWN = 2.0  # for what an optimizer reads; not 1.0, which some subtract from one and divide by
 
 
 @dataclass(slots=True)
@@ -181,7 +181,7 @@ class Recorder(TorchDispatchMode):
         if func.namespace == "prim" or not self.recording:
             return self._unrecorded(func, args, kwargs)
         if self._is_step_count(func, args):
-            return _UNKNOWN if args[0].constant is None else func(*args)
+            return UNKNOWN if args[0].constant is None else func(*args)
         schema = func._schema
         inputs: list[tuple[str, TensorSpec]] = []
         mutates: list[str] = []
@@ -236,8 +236,9 @@ class Recorder(TorchDispatchMode):
 
     def _unrecorded(self, func: Any, args: Any, kwargs: Any) -> Any:
         if self._is_step_count(func, args):
-            return _UNKNOWN if args[0].constant is None else func(*args)
-        out = func(*args, **kwargs)
+            return UNKNOWN if args[0].constant is None else func(*args)
+        out = grouped_product(func, args, kwargs)
+        out = func(*args, **kwargs) if out is None else out
         if func.namespace != "prim":
             for leaf in tree_leaves(out):
                 if isinstance(leaf, torch.Tensor):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
+
+from .untouched import Untouched
 
 
 def stream_states() -> tuple[Any, ...]:
@@ -44,6 +47,30 @@ def rewound_streams() -> Iterator[Callable[[], None]]:
         yield rewind
     finally:
         rewind()
+
+
+@contextmanager
+def rewound(
+    functions: Iterable[Callable[..., Any]], model: nn.Module, trial: Callable[[], object]
+) -> Iterator[Callable[[], None]]:
+    """What takes random streams back, and all that a step touches beside its model; at the end too.
+
+    `trial` takes such a step, of a model that may change, and shows what that is.
+    """
+    with rewound_streams() as rewind_streams:
+        others = Untouched(functions, [model])
+        with others:
+            trial()
+
+        def rewind() -> None:
+            rewind_streams()
+            others.restore()
+
+        rewind()
+        try:
+            yield rewind
+        finally:
+            others.restore()
 
 
 def _cuda() -> list[torch.Tensor]:

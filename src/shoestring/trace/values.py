@@ -60,7 +60,7 @@ def _known(tensor: torch.Tensor) -> _Origin | None:
 
 
 def stand_for(fake: torch.Tensor, given: torch.Tensor) -> None:
-    """Know a twin by what it is made from: whole numbers, or a twin that is known itself."""
+    """Know a fake tensor by what it copies: whole numbers, or a fake tensor that is known."""
     origin = _known(given)
     has_memory = not isinstance(given, FakeTensor) and not given.is_meta
     if origin is None and has_memory and not given.is_floating_point():
@@ -109,17 +109,25 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @contextmanager
-def asking() -> Iterator[None]:
+def asking(asked: list[bool]) -> Iterator[None]:
     """Inside, Hugging Face asks what can be answered; of itself it asks fake tensors nothing.
 
-    It would make a mask where training has none.
+    It would make a mask where training has none. `asked` is told if it does ask.
     """
     checks: Any = sys.modules.get("transformers.utils.import_utils")
     plain = getattr(checks, "is_fake_tensor", None)
     if plain is None:
         yield
         return
-    checks.is_fake_tensor = lambda x: plain(x) and _known(x) is None
+
+    def is_unknown(tensor: Any) -> bool:
+        fake: bool = plain(tensor)
+        if fake and _known(tensor) is not None:
+            asked.append(True)
+            return False
+        return fake
+
+    checks.is_fake_tensor = is_unknown
     try:
         yield
     finally:

@@ -76,10 +76,10 @@ def test_what_is_no_record_is_named(tmp_path):
     with pytest.raises(InputError, match=f"cannot read .*{FILE}"):
         read(tmp_path / FILE)
     (tmp_path / FILE).write_text('{"event": "start"}\nnot json\n')
-    with pytest.raises(InputError, match="line 2 is no event"):
+    with pytest.raises(InputError, match="line 2 is not an event"):
         read(tmp_path)
     (tmp_path / FILE).write_text("[1]\n")
-    with pytest.raises(InputError, match="line 1 is no event"):
+    with pytest.raises(InputError, match="line 1 is not an event"):
         read(tmp_path)
 
 

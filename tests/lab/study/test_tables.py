@@ -79,7 +79,10 @@ def test_a_mean_that_is_no_number_is_in_no_front(ended):
 
 @pytest.mark.parametrize(
     ("score", "message"),
-    [("best_acuracy", "no run has the study's score, 'best_acuracy'"), ("host", "is no number in")],
+    [
+        ("best_acuracy", "no run has the study's score, 'best_acuracy'"),
+        ("host", "is not a number in"),
+    ],
 )
 def test_a_score_that_no_run_has_is_named(ended, score, message):
     folder = ended(score, *2 * [{"best_accuracy": 90.0, "host": {}}])
@@ -120,7 +123,7 @@ def test_a_search_that_has_not_ended_has_chosen_nothing(ended):
     assert made.as_dict()["chosen"] == [] and made.results.rows == ()
     assert "| 100% | – | – | 1 of 4 runs have ended |" in made.text
     assert "| 50% | – | 2 | 0 of 4 runs have ended |" in made.text, "the second of two targets"
-    assert f"{made.results.missing} runs have not ended yet." in made.text
+    assert f"{made.results.missing} runs have not finished." in made.text
 
 
 def test_an_error_on_a_terminal_is_no_markup(monkeypatch, capsys, tmp_path):

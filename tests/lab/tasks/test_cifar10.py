@@ -3,6 +3,8 @@
 import os
 import pickle
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +22,7 @@ from shoestring.lab.tasks.cifar10 import (
     TRAIN_FILES,
     VARIABLE,
 )
+from shoestring.lab.tasks.plain_pickle import load_arrays
 
 FILES = (*TRAIN_FILES, TEST_FILE)
 
@@ -123,7 +126,7 @@ def test_labels_that_are_no_numbers(python, tmp_path, labels):
     (tmp_path / "data_batch_1").unlink()
     batch = {b"labels": labels, b"data": np.zeros((IMAGES_PER_FILE, 3072), np.uint8)}
     (tmp_path / "data_batch_1").write_bytes(pickle.dumps(batch, protocol=2))
-    with pytest.raises(InputError, match=r"data_batch_1 is damaged: \S+ labels \("):
+    with pytest.raises(InputError, match=r"data_batch_1 is damaged: \S+.* labels, not"):
         load_task("cifar10", folder=tmp_path)
 
 
@@ -143,8 +146,8 @@ class Evil:
     ("payload", "said"),
     [
         (pickle.dumps(Evil()), "system"),
-        (pickle.dumps({b"data": np.zeros((3, 3), np.uint8), b"labels": [1]}), "uint8 pixels"),
-        (pickle.dumps({b"data": np.array([Path()], object), b"labels": [1]}), "pathlib"),
+        (pickle.dumps({b"data": np.zeros((3, 3), np.uint8), b"labels": [1]}), "uint8 (3, 3)"),
+        (pickle.dumps({b"data": np.array([Path()], object), b"labels": [1]}), "an array of 'O8'"),
         (pickle.dumps([1, 2]), "damaged"),
         (b"\x80\x02}q\x00", "damaged"),
         (b"", "damaged"),
@@ -160,6 +163,57 @@ def test_a_pickle_runs_nothing(python, tmp_path, payload, said, monkeypatch):
         load_task("cifar10", folder=tmp_path)
     assert "data_batch_1 is damaged" in error.value.message
     assert not (tmp_path / "owned").exists()
+
+
+class ObjectKind:
+    """A type of objects that says it may be filled with bytes."""
+
+    def __reduce__(self):
+        return np.dtype, ("O8", False, True), (3, "|", None, None, None, -1, -1, 1)
+
+
+class Pointers:
+    """Bytes that NumPy would take for pointers to objects."""
+
+    def __reduce__(self):
+        made = (np.ndarray, (0,), b"b")
+        state = (1, (IMAGES_PER_FILE,), ObjectKind(), False, b"A" * 8 * IMAGES_PER_FILE)
+        return np._core.multiarray._reconstruct, made, state
+
+
+def test_bytes_do_not_become_pointers(tmp_path):
+    """In a process of its own, which NumPy's own unpickling ends with a segmentation fault."""
+    pixels = np.zeros((IMAGES_PER_FILE, 3072), np.uint8)
+    batch = {b"data": pixels, b"labels": Pointers()}
+    (tmp_path / "data_batch_1").write_bytes(pickle.dumps(batch, protocol=2))
+    load = f"load_task('cifar10', folder={str(tmp_path)!r})"
+    run = f"from shoestring.lab.tasks import load_task; {load}"
+    found = subprocess.run([sys.executable, "-c", run], capture_output=True, text=True, timeout=60)
+    assert found.returncode == 1, found.stderr
+    assert "data_batch_1 is damaged" in found.stderr and "an array of 'O8'" in found.stderr
+
+
+@pytest.mark.parametrize("protocol", [0, 1, 2, 3, 4])
+def test_arrays_of_whole_numbers_come_through(protocol):
+    labels = np.arange(10, dtype=">i4")
+    square = np.asfortranarray(np.arange(6, dtype=np.uint8).reshape(2, 3))
+    found = load_arrays(pickle.dumps({"a": labels, "b": square, "c": [1, 2]}, protocol))
+    found = {name.decode() if isinstance(name, bytes) else name: v for name, v in found.items()}
+    assert found["a"].tolist() == labels.tolist() and found["b"].tolist() == square.tolist()
+    assert found["c"] == [1, 2] and found["b"].dtype == np.uint8
+
+
+def test_a_pickle_cannot_change_what_reads_it():
+    """BUILD and SETITEM on the names it is given, and a memo that would fill the memory."""
+    attacks = [
+        b"cnumpy\nndarray\n}(Vx\nI1\nub.",
+        b"c_codecs\nencode\n(N}(V__call__\nI1\nutb.",
+        b"cnumpy\ndtype\n(N}(V__slots__\nI1\nutb.",
+    ]
+    for attack in attacks:
+        with pytest.raises(Exception, match=r"."):
+            load_arrays(attack)
+    assert load_arrays(b"}r\xff\xff\xff\x7f.") == {}  # LONG_BINPUT: the 2^31st place
 
 
 @pytest.mark.data

@@ -228,7 +228,7 @@ def test_codes_that_come_with_the_text_decide(text):
     again = remarks(task)["train.de: split again, by the codes beside it"]
     assert again["pairs"] == 5
     write(text, "bpe-10k-codes.xz", ["#version: 0.2", "e i n"])
-    with pytest.raises(InputError, match="line 2 of the BPE codes is no pair"):
+    with pytest.raises(InputError, match="line 2 of the BPE codes is not a pair"):
         load_text(str(text))
 
 

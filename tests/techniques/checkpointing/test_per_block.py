@@ -242,9 +242,9 @@ def test_the_command_line_takes_it() -> None:
 
 @pytest.mark.parametrize(
     ("text", "why"),
-    [("keep*0", "0 times"), ("kept", "'kept' is no item"), ("[keep", "']' is missing"),
-     ("keep]", "too many"), ("keep,,keep", "is no item"), ("", "an item is missing"),
-     ("keep*9999999", "9999999 times"), ("keep?", "at '?'"), ("[]", "is no item")],
+    [("keep*0", "0 times"), ("kept", "'kept' is not an item"), ("[keep", "']' is missing"),
+     ("keep]", "too many"), ("keep,,keep", "is not an item"), ("", "an item is missing"),
+     ("keep*9999999", "9999999 times"), ("keep?", "at '?'"), ("[]", "is not an item")],
 )  # fmt: skip
 def test_what_cannot_be_read_is_named(text: str, why: str) -> None:
     with pytest.raises(InputError, match="cannot read the schedule") as said:

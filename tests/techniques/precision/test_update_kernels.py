@@ -1,4 +1,4 @@
-"""The update's kernels against the twin's arithmetic on copies, in the interpreter and on a GPU."""
+"""The update's kernels against PyTorch's arithmetic on FP32 copies, interpreted and on a GPU."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class BuiltinModel:
 
 def builtin(name: str) -> BuiltinModel:
     """The built-in model of that name; `InputError` if there is none."""
-    if match := re.fullmatch(r"wrn-(\d+)-(\d+(?:\.\d+)?)(-pool)?", name):
+    if match := re.fullmatch(r"wrn-(\d{1,4})-(\d{1,20}(?:\.\d{1,20})?)(-pool)?", name):
         depth, width = int(match[1]), float(match[2])
         blocks_per_group(depth)
         group_channels(width)
@@ -90,13 +90,19 @@ def builtin(name: str) -> BuiltinModel:
     )
 
 
+MOST_LAYERS = 10_000
+
+
 def _sizes(name: str, text: str) -> dict[str, int]:
     """-width-256-decoder-3 → the arguments they stand for."""
     fields = {"width": "width", "encoder": "encoder_layers", "decoder": "decoder_layers"}
     found = re.findall(r"-([a-z]+)-(\d+)", text)
     if len({word for word, _ in found}) < len(found):
         raise InputError(f"{name} says a size twice", hint="such as dc-transformer-width-256")
-    return {fields[word]: int(number) for word, number in found}
+    sizes = {fields[word]: int(number[:30]) for word, number in found}
+    if max((size for field, size in sizes.items() if field != "width"), default=0) > MOST_LAYERS:
+        raise InputError(f"{name} has more than {MOST_LAYERS:,} layers")
+    return sizes
 
 
 def builtin_names() -> list[str]:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 import os
 import platform
+import stat
 import subprocess
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from ... import files
 from ...errors import InputError, TrainingStopped
 from ...version import __version__
 
@@ -32,7 +36,11 @@ class Records:
     def __init__(self, folder: Path) -> None:
         self.path = folder / FILE
         try:
-            self._handle = os.open(self.path, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o644)
+            flags = os.O_CREAT | os.O_APPEND | os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+            self._handle = os.open(self.path, flags, 0o644)
+            if not stat.S_ISREG(os.fstat(self._handle).st_mode):
+                os.close(self._handle)
+                raise files.NotAFile(self.path)
         except OSError as error:
             raise InputError(f"cannot write to {self.path}: {error.strerror}") from None
 
@@ -40,7 +48,7 @@ class Records:
         """One line: what happened, when, and the fields."""
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         made = {"event": event, "time": now, **fields}
-        text = json.dumps(made, ensure_ascii=False) + "\n"
+        text = files.json_text({name: _spelt(value) for name, value in made.items()}) + "\n"
         line = text.encode(errors="backslashreplace")  # JSON's own way for a path of odd bytes
         before = self.size_bytes
         try:
@@ -49,12 +57,16 @@ class Records:
                 os.write(self._handle, line[written:])  # says why
             os.fsync(self._handle)
         except OSError as error:
-            os.ftruncate(self._handle, before)
-            raise TrainingStopped(
-                f"cannot write to {self.path}: {error.strerror}",
-                hint="make room and go on with --resume",
-            ) from error
+            with suppress(OSError):  # else the next one to go on drops what was half-written
+                os.ftruncate(self._handle, before)
+            raise self._unwritable(error) from error
         return made
+
+    def _unwritable(self, error: OSError) -> TrainingStopped:
+        return TrainingStopped(
+            f"cannot write to {self.path}: {error.strerror}",
+            hint="make room and go on with --resume",
+        )
 
     @property
     def size_bytes(self) -> int:
@@ -69,8 +81,11 @@ class Records:
                 f"{self.path} has {held:,} bytes, the snapshot was made after {size_bytes:,}",
                 hint="the file was shortened by hand; start again in another folder",
             )
-        os.ftruncate(self._handle, size_bytes)
-        os.fsync(self._handle)
+        try:
+            os.ftruncate(self._handle, size_bytes)
+            os.fsync(self._handle)
+        except OSError as error:
+            raise self._unwritable(error) from error
 
     def __enter__(self) -> Records:
         return self
@@ -108,7 +123,7 @@ def read(path: str | Path, *, whole: bool = True) -> list[Event]:
     """
     file = Path(path) / FILE if Path(path).is_dir() else Path(path)
     try:
-        data = file.read_bytes()
+        data = files.read(file)
     except OSError as error:
         raise InputError(f"cannot read {file}: {error.strerror}") from None
     if not whole:
@@ -116,13 +131,66 @@ def read(path: str | Path, *, whole: bool = True) -> list[Event]:
     events = []
     for number, line in enumerate(data.splitlines(), start=1):
         try:
-            event = json.loads(line)
-        except ValueError:
+            event = _told(json.loads(line))
+        except (ValueError, RecursionError):
             event = None
-        if not isinstance(event, dict) or "event" not in event:
-            raise InputError(f"{file}, line {number} is no event")
+        why = odd(event)
+        if why is not None:
+            raise InputError(f"{file}, line {number} {why}")
         events.append(event)
     return events
+
+
+_NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+"""JSON has no word for them, and a mean must not forget a run that diverged."""
+
+
+def _spelt(value: Any) -> Any:
+    if not isinstance(value, float) or math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def _told(event: Any) -> Any:
+    """The event with its numbers that are not finite."""
+    if not isinstance(event, dict):
+        return event
+    return {n: _NOT_FINITE.get(v, v) if isinstance(v, str) else v for n, v in event.items()}
+
+
+_NUMBER = (int, float)
+_SCORES = frozenset(
+    "loss train_loss accuracy best_accuracy best_loss bleu perplexity learning_rate loss_scale "
+    "exact_percent".split()
+)
+"""These alone may be NaN or infinite."""
+_KINDS: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys("event time folder bleu_signature".split(), (str,)),
+    **dict.fromkeys("settings host predicted data timeline".split(), (dict,)),
+    **dict.fromkeys("step epoch best_epoch updates parameters".split(), (int,)),
+    **dict.fromkeys(("seconds", "measured_peak_bytes", "evaluation_peak_bytes", *_SCORES), _NUMBER),
+}
+"""What a field of an event is, wherever it stands; null where it is not known."""
+
+
+def odd(event: Any) -> str | None:
+    """What is wrong with an event of a file that may come from anywhere; None if nothing is."""
+    if not isinstance(event, dict) or not isinstance(event.get("event"), str):
+        return "is not an event"
+    for name, value in event.items():
+        kinds = _KINDS.get(name, _NUMBER if name.endswith(("_bytes", "_flops")) else None)
+        if kinds is None or value is None:
+            continue
+        if not isinstance(value, kinds) or isinstance(value, bool):
+            return f"has {name} of the type {type(value).__name__}"
+        if kinds not in (_NUMBER, (int,)) or (name in _SCORES and isinstance(value, float)):
+            continue
+        if not -1e300 < value < 1e300:  # NaN neither
+            return f"has a {name} that is not a number"
+    held = event.get("predicted")
+    if held is not None and not all(v is None or type(v) in _NUMBER for v in held.values()):
+        return "has a prediction that is not a number"
+    return None
 
 
 def strip_times(events: Iterable[Event]) -> list[Event]:

@@ -49,4 +49,11 @@ def _same_places(one: Weights, other: Weights) -> bool:
 def mean_of_files(paths: Iterable[Path]) -> tuple[Weights, int]:
     """Of weights that a run kept, read one after the other."""
     newest_first = sorted(paths, key=lambda path: path.name, reverse=True)
-    return mean_of(snapshot.load(path)["model"] for path in newest_first)
+    return mean_of(map(_weights_in, newest_first))
+
+
+def _weights_in(path: Path) -> Weights:
+    held = snapshot.load(path).get("model")
+    if not isinstance(held, dict) or not all(isinstance(v, Tensor) for v in held.values()):
+        raise InputError(f"{path} does not hold the weights of a model")
+    return held

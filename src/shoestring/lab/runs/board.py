@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,13 @@ from ...errors import needs_extra
 from ..records.run import Event
 
 _SHOWN = ("train_loss", "loss", "accuracy", "learning_rate", "measured_peak_bytes", "loss_scale")
+
+
+def check_board(wanted: bool) -> None:
+    """InputError where TensorBoard is wanted and not installed."""
+    if wanted and importlib.util.find_spec("tensorboard") is None:
+        with needs_extra("tensorboard", "tensorboard", "--tensorboard"):
+            raise ImportError
 
 
 class Board:

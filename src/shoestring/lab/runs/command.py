@@ -21,9 +21,10 @@ from ..records.run import FILE, Event, read
 from ..tasks import ImageTask, TextTask, load_task
 from ..tasks.images import DEVICE_LIMIT_BYTES
 from ...trace.batches import tensors_of
-from ...units import format_count, format_size, parse_size
+from ...units import format_count, format_size, parse_size, plural
 from .display import duration
 from ...step.group import local_device, parallel_for, process_group
+from .folder import component
 from .job import Job, job_for
 from .loop import train
 from .settings import AnySettings, check_seed, settings_for
@@ -101,7 +102,7 @@ class Result:
         end, settings, predicted = self.event, self.settings, self.event["predicted"]
         rows = [
             ("plan", str(settings.plan)),
-            ("updates", f"{format_count(end['step'])} ({end['epoch']} epochs)"),
+            ("updates", f"{format_count(end['step'])} ({plural(end['epoch'], 'epoch')})"),
             ("predicted peak", f"{_size(predicted.get('fundamental_peak_bytes'))} fundamental"),
             ("", f"{_size(predicted.get('step_peak_bytes'))} of the step's tensors"),
             ("measured peak", _size(end["measured_peak_bytes"])),
@@ -141,19 +142,21 @@ def start(call: Call) -> Result:
     device = prepare_device(
         local_device(call.device), tf32=call.tf32, benchmark=call.cudnn_benchmark
     )
-    task = _task(call)
-    _set_threads(call, task)
-    settings = _settings(call, task, device)
-    name = f"{call.model.replace(':', '.')}-{task.name}-seed{call.seed}"
-    made = f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    _at_least_one("--snapshot-every", call.snapshot_every)
+    # All ranks meet before the data is read: only how long they take to start may differ.
     with process_group(device):
+        task = _task(call)
+        _set_threads(call, task)
+        settings = _settings(call, task, device)
+        name = component(f"{call.model}-{task.name}-seed{call.seed}")
+        made = f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"
         event = train(
             settings,
             task,
             Path(call.out or made),
             device=device,
             resume=call.resume,
-            snapshot_every=_at_least_one("--snapshot-every", call.snapshot_every),
+            snapshot_every=call.snapshot_every,
             stop_after=_updates(call.stop_after, task, settings),
             tensorboard=call.tensorboard,
             parallel=parallel,
@@ -341,7 +344,7 @@ def _updates(text: str | None, task: ImageTask | TextTask, settings: AnySettings
     """'3' epochs or '300 steps', as updates."""
     if text is None:
         return None
-    match = re.fullmatch(r"([1-9][0-9]*)\s*(epochs?|steps?)?", text.strip())
+    match = re.fullmatch(r"([1-9][0-9]{0,17})\s*(epochs?|steps?)?", text.strip())
     if match is None:
         raise InputError(f"cannot read --stop-after {text!r}", hint="3 (epochs) or '300 steps'")
     if (match[2] or "").startswith("step"):

@@ -12,18 +12,18 @@ from typing import Any
 
 import torch
 
-from ...errors import TrainingStopped
+from ...errors import InputError, ShoestringError, TrainingStopped, first_line
 from ...progress import asked_to_end
 from ..records.run import (FILE, Event, Records, Unwritten, provenance, read)
 from ..tasks import ImageTask, TextTask
 from ..tasks.images import DEVICE_LIMIT_BYTES
 from . import snapshot
-from .board import Board
+from .board import Board, check_board
 from .display import Display
-from .folder import run_folder, writing
-from ...step.group import (from_all, largest, on_first, rank, ranks)
+from .folder import check_place, run_folder, writing
+from ...step.group import (from_all, is_lost, largest, on_first, rank, ranks)
 from .settings import AnySettings
-from .trainer import Trainer
+from .trainer import STATE, Trainer
 
 ASK_EVERY = 10
 """Updates between two questions to all ranks: the answer waits for the GPU."""
@@ -53,12 +53,14 @@ def train(
     `budget` is what the plan was made for, for the records. With several ranks all call it, and
     rank 0 alone reads and writes the folder.
     """
+    folder = Path(out)
     with ExitStack() as held:
-        folder = on_first(lambda: held.enter_context(run_folder(Path(out), resume=resume)))
-        over = on_first(lambda: _ended(folder, settings)) if resume else None
+        there = on_first(lambda: _hold(held, folder, resume))
+        over = on_first(lambda: _ended(folder, settings)) if resume and there else None
         if over is not None:
             return over
         state = on_first(lambda: _latest(folder)) if resume else None
+        check_board(tensorboard)
         trainer = Trainer(
             settings,
             task,
@@ -69,18 +71,32 @@ def train(
         )
         saved = time.monotonic()
         last = min(trainer.updates, stop_after or trainer.updates)
+        asked = held.enter_context(asked_to_end())
+        begins = state is None
+        if state is not None:
+            on_first(lambda: trainer.job.check(folder))
+            trainer.load_state_dict(state)
+        else:  # what cannot be trained leaves nothing behind
+            with _users_model(trainer):
+                trainer.advance()
+        if not there:
+            on_first(lambda: held.enter_context(run_folder(folder, resume=resume)))
         with (
             _records(folder, trainer, state, budget) as records,
             Board(folder, tensorboard and rank() == 0) as board,
             Display(trainer) as display,
-            asked_to_end() as asked,
         ):
-            while trainer.done < last:
-                trainer.advance()
+            while begins or trainer.done < last:
+                if not begins:
+                    with _users_model(trainer):
+                        trainer.advance()
+                begins = False
                 ended = trainer.at_end_of_epoch and trainer.epoch % settings.evaluate_every == 0
                 if ended or trainer.done == trainer.updates:
                     _check(trainer, folder)
-                    event = records.write("evaluation", **trainer.evaluate())
+                    with _users_model(trainer):
+                        found = trainer.evaluate()
+                    event = records.write("evaluation", **found)
                     display.evaluated(event)
                     board.evaluated(event)
                 elif display.due():
@@ -104,6 +120,39 @@ def train(
             return _finish(trainer, records, folder)
 
 
+def _hold(held: ExitStack, folder: Path, resume: bool) -> bool:
+    """Hold the folder if it is there; nothing is written before the first update."""
+    if folder.is_dir():
+        held.enter_context(run_folder(folder, resume=resume, make=False))
+        return True
+    check_place(folder)
+    return False
+
+
+@contextmanager
+def _users_model(trainer: Trainer) -> Iterator[None]:
+    """What a model of somebody's own raises ends the run in one line, before or after its start."""
+    began, number = trainer.done > 0, trainer.done + 1
+    kind = TrainingStopped if began else InputError
+    try:
+        yield
+    except ShoestringError:
+        raise
+    except torch.OutOfMemoryError as error:
+        raise kind(
+            f"out of memory in update {number:,}: {first_line(error)}",
+            hint="a smaller --microbatch, a --budget, or another device",
+        ) from error
+    except (Exception, SystemExit) as error:
+        if ":" not in trainer.settings.model or is_lost(error):  # a defect of ours: in full
+            raise
+        raise kind(
+            f"{trainer.settings.model} raised {type(error).__name__} in update {number:,}: "
+            f"{first_line(error)}",
+            hint="it must run on every microbatch, forward and backward, and in evaluation mode",
+        ) from error
+
+
 def _ended(folder: Path, settings: AnySettings) -> Event | None:
     """The last event of a run that is finished, with its snapshots or without.
 
@@ -122,7 +171,7 @@ def _ended(folder: Path, settings: AnySettings) -> Event | None:
 
 
 def _latest(folder: Path) -> dict[str, Any] | None:
-    state, damaged = snapshot.load_latest(folder)
+    state, damaged = snapshot.load_latest(folder, keys=STATE)
     for what in damaged:
         print(f"warning: {what}; going on from the one before", file=sys.stderr)
     if state is None:
@@ -134,11 +183,8 @@ def _latest(folder: Path) -> dict[str, Any] | None:
 def _records(
     folder: Path, trainer: Trainer, state: dict[str, Any] | None, budget: dict[str, Any] | None
 ) -> Iterator[Records]:
-    """Go on from the state where there is one; write the first event, or drop those to come."""
+    """Write the first event, or drop those after the state to go on from."""
     host = {**provenance(trainer.device), "ranks": ranks(), "parallel": trainer.parallel}
-    if state is not None:
-        on_first(lambda: trainer.job.check(folder))
-        trainer.load_state_dict(state)
     with Records(folder) if rank() == 0 else Unwritten() as records:
         if state is not None:
             records.truncate(state["records_bytes"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -43,8 +44,16 @@ class AnySettings:
             if getattr(self, name) < 1:
                 raise InputError(f"{name.replace('_', ' ')} {getattr(self, name)} is below 1")
         check_seed(self.seed)
-        if not self.learning_rate > 0:
-            raise InputError(f"learning rate {self.learning_rate:g} is not above 0")
+        if not 0 < self.learning_rate < math.inf:
+            raise InputError(f"learning rate {self.learning_rate:g} is not above 0, and finite")
+
+    def check_at_once(self, size: int | None, unit: str) -> None:
+        """InputError where more is to run at once than a minibatch has: nothing would be cut."""
+        if size is not None and size > self.batch:
+            raise InputError(
+                f"a batch of {self.batch} {unit} has no microbatches of {size}",
+                hint=f"a --microbatch up to {self.batch}, or a larger --batch",
+            )
 
     def steps_per_epoch(self, task: Any) -> int:
         """Minibatches of all there is to train on."""
@@ -94,6 +103,7 @@ class ImageSettings(AnySettings):
 
     def __post_init__(self) -> None:
         self.check_counts("epochs", "batch", "evaluate_every", "evaluation_batch")
+        self.check_at_once(self.plan.at_once, "images")
 
     def learning_rate_at(self, epoch: int) -> float:
         """Of an epoch counted from 0."""

@@ -10,22 +10,22 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
-import os
-import pickle
 import re
+import zipfile
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ...errors import InputError, TrainingStopped
+from ... import files
+from ...errors import InputError, TrainingStopped, first_line
 from ...units import format_size
 
 KEPT = 2
 _DIGITS = 16
 """Hexadecimal ones of the checksum: 64 bits."""
 _NAME = re.compile(rf"(?:snapshot|weights)-(\d{{9}})-([0-9a-f]{{{_DIGITS}}})\.pt")
-_TEMPORARY = ".snapshot.partial"
 
 
 def save(
@@ -39,17 +39,9 @@ def save(
     torch.save(state, buffer)
     data = buffer.getbuffer()
     path = folder / f"{kind}-{step:09d}-{_checksum(data)}.pt"
-    temporary = folder / _TEMPORARY
     try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        _flush_names(folder)
+        files.write(path, data)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
         held = found(folder)
         kept = f"the last good one is {held[-1].name}" if held else "there is none before it"
         raise TrainingStopped(
@@ -57,27 +49,47 @@ def save(
             f"{kept}",
             hint="make room and go on with --resume",
         ) from error
-    held = found(folder, kind)
-    again = [old for old in held if old != path and old.name.startswith(f"{kind}-{step:09d}-")]
-    for old in (*again, *[one for one in held if one not in again][:-keep]):
-        old.unlink(missing_ok=True)
+    _prune(folder, path, kind, keep)
     return path
 
 
-def load_latest(folder: Path, *, held: bool = True) -> tuple[dict[str, Any] | None, list[str]]:
+def _prune(folder: Path, newest: Path, kind: str, keep: int) -> None:
+    """Leave `keep` snapshots up to the newest good one.
+
+    Later ones could not be read, or are of updates that the run has not made again yet.
+    """
+    held = found(folder, kind)
+    older = [one for one in held if _step(one) < _step(newest)]
+    kept = {newest, *older[len(older) - keep + 1 :]}
+    for one in held:
+        if one not in kept:
+            with contextlib.suppress(OSError):
+                one.unlink()
+
+
+def load_latest(
+    folder: Path, *, held: bool = True, keys: Collection[str] = ()
+) -> tuple[dict[str, Any] | None, list[str]]:
     """The newest snapshot that is whole, None where there never was one; and what was passed over.
 
-    InputError if there are some and none is whole. What was left half-written goes, but only where
-    this process has `held` the folder: another may be writing it.
+    InputError if there are some and none is whole, with all these `keys`. What a killed process
+    left, half-written or one too many, goes, but only where this process has `held` the folder:
+    another may be writing it.
     """
     if held:
-        (folder / _TEMPORARY).unlink(missing_ok=True)
+        files.remove_partial(folder)
     damaged: list[str] = []
     for path in reversed(found(folder)):
         try:
-            return load(path), damaged
+            state = load(path)
+            if lacking := sorted(set(keys) - state.keys()):
+                raise InputError(f"{path} is not a snapshot of a run: it has no {lacking[0]}")
         except InputError as error:
             damaged.append(error.message)
+            continue
+        if held and not damaged:  # what comes after it goes when it has been replaced
+            _prune(folder, path, "snapshot", KEPT)
+        return state, damaged
     if damaged:
         raise InputError("; ".join(damaged), hint="start again in another folder")
     return None, damaged
@@ -89,15 +101,29 @@ def load(path: Path) -> dict[str, Any]:
     if match is None:
         raise InputError(f"{path} is not named like a snapshot")
     try:
-        data = path.read_bytes()
+        data = files.read(path)
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from None
     if _checksum(data) != match[2]:
         raise InputError(f"{path} is damaged: its checksum is not {match[2]}")
     try:
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except (RuntimeError, pickle.UnpicklingError) as error:
-        raise InputError(f"{path} cannot be read: {str(error).splitlines()[0]}") from None
+        state = _loaded(data)
+    except Exception as error:  # a file that was made to do harm can raise anything
+        raise InputError(f"{path} cannot be read: {first_line(error)}") from None
+    if type(state) is not dict:
+        raise InputError(f"{path} is not a snapshot: it holds a {type(state).__name__}")
+    return state
+
+
+def _loaded(data: bytes) -> Any:
+    """What `save` wrote: tensors and plain values; nothing in it runs, and nothing unfolds.
+
+    torch.save compresses nothing, so a compressed entry would be there to fill the memory.
+    """
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
+            raise ValueError("it is compressed, which no snapshot is")
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
 def found(folder: Path, kind: str = "snapshot") -> list[Path]:
@@ -106,14 +132,12 @@ def found(folder: Path, kind: str = "snapshot") -> list[Path]:
     return sorted(paths, key=lambda path: path.name)
 
 
+def _step(path: Path) -> int:
+    """How many updates it is after."""
+    match = _NAME.fullmatch(path.name)
+    assert match is not None
+    return int(match[1])
+
+
 def _checksum(data: bytes | memoryview) -> str:
     return hashlib.sha256(data).hexdigest()[:_DIGITS]
-
-
-def _flush_names(folder: Path) -> None:
-    """A renamed file is there after a power cut only when its folder is on the disk too."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

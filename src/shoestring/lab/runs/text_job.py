@@ -12,7 +12,8 @@ from torch import nn
 
 from ..decoding.beam import translate
 from ..decoding.bleu import score
-from ...errors import InputError
+from ... import files
+from ...errors import InputError, first_line
 from ..models import builtin
 from ..models.label_smoothing import label_smoothed_loss
 from ..target import build
@@ -122,7 +123,10 @@ class TextJob:
         averaged = 0
         if weights and self.weights_kept:
             mean, averaged = mean_of_files(weights)
-            model.load_state_dict(mean)
+            try:
+                model.load_state_dict(mean)
+            except RuntimeError as error:
+                raise InputError(f"{weights[-1]} is not of this model: {first_line(error)}") from error
         sentences, references = self._task.scored
         try:
             found = translate(
@@ -137,7 +141,8 @@ class TextJob:
             model.load_state_dict(held)
         lines = [joined(self._task.target_vocabulary.decode(numbers)) for numbers in found]
         for name, text in ((TRANSLATIONS, lines), (REFERENCES, references)):
-            (folder / name).write_text("".join(f"{line}\n" for line in text), encoding="utf-8")
+            written = "".join(f"{line}\n" for line in text)
+            files.write(folder / name, written.encode(errors="backslashreplace"))
         quality = score(lines, references)
         return {
             "bleu": quality.bleu,

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...errors import InputError, ShoestringError
+from ...errors import InputError, ShoestringError, first_line
 from ...step.profiling import profile
 from ..tasks import ImageTask, TextTask
 from ..tasks.images import DEVICE_LIMIT_BYTES
@@ -31,6 +31,11 @@ from .settings import AnySettings
 MEASURED_UPDATE = 2
 """The third: optimizer state exists, and on CUDA the step is captured. Other shapes follow."""
 
+STATE = frozenset(
+    "settings predicted step random done score loss_sum loss_count measured_peak_bytes "
+    "measured_shapes seconds records_bytes".split()
+)
+"""What a snapshot of a run has."""
 
 
 class Trainer:
@@ -198,7 +203,8 @@ class Trainer:
         for module, was in training:  # some are frozen
             module.training = was
         self.score = found[self.job.score]
-        if self.best_score is None or self._better(self.score, self.best_score):
+        best = self.best_score
+        if best is None or math.isnan(best) or self._better(self.score, best):
             self.best_score, self.best_epoch = self.score, self.epoch
         made = {
             "epoch": self.epoch,
@@ -259,8 +265,20 @@ class Trainer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Go on from there; InputError for what no run like this one has saved."""
+        try:
+            self._load(state)
+        except ShoestringError:
+            raise
+        except Exception as error:  # of a file that was made or changed by hand, anything
+            raise InputError(
+                f"the snapshot does not fit the run: {type(error).__name__}: {first_line(error)}",
+                hint="start again in another folder",
+            ) from error
+
+    def _load(self, state: dict[str, Any]) -> None:
         self.settings.check_same(state["settings"])
+        _check_numbers(state, self.updates)
         self.predicted = state["predicted"]
         self._load_step(state["step"])
         if len(state["random"]) == ranks() or rank() == 0:
@@ -292,6 +310,24 @@ class Trainer:
 _KERNELS = ("fused", "capturable")
 
 
+def _check_numbers(state: dict[str, Any], updates: int) -> None:
+    """ValueError for counters that cannot be."""
+    for name, most in (("done", updates), ("loss_count", updates), ("records_bytes", 2**62)):
+        if name in state and not (type(state[name]) is int and 0 <= state[name] <= most):
+            raise ValueError(f"{name} is {state[name]!r:.50}")
+    peak, score = state["measured_peak_bytes"], state["score"]
+    if type(peak) is not int or not isinstance(state["seconds"], (int, float)):
+        raise ValueError("what was measured is not a number")
+    if len(score) != 3 or not all(v is None or isinstance(v, (int, float)) for v in score):
+        raise ValueError("the score is not a number")
+    if type(state["predicted"]) is not dict or not all(
+        v is None or type(v) is int for v in state["predicted"].values()
+    ):
+        raise ValueError("the prediction is not a number of bytes")
+    if not all(type(shapes) is str for shapes in state["measured_shapes"]):
+        raise ValueError("the shapes that were measured are not texts")
+
+
 def separate_streams(seed: int, *more: int) -> None:
     """Every rank but the first draws its own numbers, dropout's for instance."""
     if rank() > 0:
@@ -313,6 +349,12 @@ def prepare_device(name: str | None, *, tf32: bool, benchmark: bool) -> torch.de
     if device.type not in ("cpu", "cuda"):
         raise InputError(f"training on {device.type} is not supported", hint="cpu or cuda")
     if device.type == "cuda":
+        share = os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "100")
+        if share != "100":  # of FP16 products without a workspace; which kernel is not known
+            raise InputError(
+                f"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE is {share}: under it losses came out as NaN",
+                hint="unset it; MPS shares a GPU without it too",
+            )
         if not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count():
             raise InputError(f"there is no {wanted} here", hint="--device cpu")
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":0:0")

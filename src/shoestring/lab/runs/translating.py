@@ -6,12 +6,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from ..decoding.beam import BeamSearch, translate
-from ...errors import InputError
+from ...errors import InputError, ShoestringError, first_line
 from ...techniques.plan import Plan
 from ..records.run import read
 from ..tasks.bpe import Vocabulary
@@ -60,9 +61,28 @@ def load_translator(
     """From a run on text, finished or not; sparse and 16-bit weights stay what they are."""
     folder = Path(run)
     start = next((event for event in read(folder, whole=False) if event["event"] == "start"), None)
-    if start is None or "beam" not in start["settings"]:
-        raise InputError(f"{folder} is no run on text", hint="shoestring train dc-transformer …")
+    if start is None or "beam" not in (start.get("settings") or {}):
+        raise InputError(f"{folder} is not a run on text", hint="shoestring train dc-transformer …")
     settings = start["settings"]
+    try:
+        return _loaded(folder, settings, device, beam, length_penalty, average)
+    except ShoestringError:
+        raise
+    except (LookupError, TypeError, AttributeError, RuntimeError, ValueError) as error:
+        raise InputError(
+            f"{folder} does not hold a model that can translate: {first_line(error)}",
+            hint="files of it were changed, or are of different runs",
+        ) from error
+
+
+def _loaded(
+    folder: Path,
+    settings: dict[str, Any],
+    device: torch.device,
+    beam: int | None,
+    length_penalty: float | None,
+    average: bool,
+) -> Translator:
     codes, source, target = read_vocabularies(folder)
     model, loss = build_text_model(settings["model"], source, target, settings["dropout"])
     model.to(device)

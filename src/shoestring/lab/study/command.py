@@ -9,8 +9,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ... import files
 from ...errors import InputError, TrainingStopped
-from ..runs.folder import run_folder, writing
+from ..runs.folder import check_place, run_folder, writing
 from . import cluster, local
 from .display import Progress
 from .execute import FAILURE, Outcome, Place, outcome
@@ -69,7 +70,7 @@ def score_of(found: Outcome, name: str) -> float | None:
     value = found.end.get(name)
     if value is not None and not isinstance(value, (int, float)):
         raise InputError(
-            f"{name!r}, the study's score, is no number in {found.folder}",
+            f"{name!r}, the study's score, is not a number in {found.folder}",
             hint="score = … in its file, such as best_accuracy",
         )
     return value
@@ -114,11 +115,16 @@ def run_study(
     """
     study = load(file)
     place = replace(place or Place(), threads=study.threads)
+    if place.run_seconds is None:
+        place = replace(place, run_seconds=study.run_seconds)
     if workers < 1:
         raise InputError(f"--workers {workers} is below 1")
     folder = Folder(Path(out or Path("runs") / study.name))
     expand(study, lambda job: None)  # mistakes end here, before anything is written
     _check_chosen(study, only or {})
+    check_place(folder.path)
+    if ray is not None:
+        cluster.check(ray)
     with _held(folder, study, resume):
         if retry_failed:
             for job in _chosen(_expansion(study, folder).jobs, only or {}):
@@ -203,11 +209,10 @@ def _held(folder: Folder, study: Study, resume: bool) -> Any:
                 f"{folder.path} holds a study already",
                 hint="go on with --resume, or name another --out",
             )
-        temporary = spec.with_suffix(".partial")
         try:
+            files.remove_partial(folder.path)
             (folder.path / RUNS).mkdir(exist_ok=True)
-            temporary.write_text(study.text, encoding="utf-8")
-            temporary.replace(spec)
+            files.write(spec, study.text.encode())
         except OSError as error:
             raise InputError(
                 f"cannot write to {folder.path}: {error.strerror}",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -14,10 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ... import files
 from ...errors import InputError, ShoestringError, TrainingStopped
 from ...techniques.registry import flags, registered
 from ..records.run import FILE, Event, Records, provenance, read
 from ..runs import snapshot
+from ..runs.folder import is_held
 from .expand import StudyJob
 from .spec import FLAGS, Values, profiled
 
@@ -35,6 +36,8 @@ class Place:
     device: str | None = None
     data_dir: str | None = None
     threads: int = 1
+    run_seconds: float | None = None
+    """After which a run is ended, and has failed; it can go on from its snapshot."""
     keep_snapshots: bool = False
 
 
@@ -60,7 +63,10 @@ class Outcome:
 
 def outcome(job: StudyJob, folder: Path) -> Outcome | None:
     """What a job's folder says; None where it has not ended."""
-    error = failure(folder)
+    try:
+        error = failure(folder)
+    except InputError as unreadable:
+        error = f"{unreadable.message}: how the run failed is not known"
     if error is not None:
         return Outcome(job, folder, _before(folder), error)
     if not (folder / FILE).exists():
@@ -86,8 +92,8 @@ def failure(folder: Path) -> str | None:
     if not file.exists():
         return None
     try:
-        return str(json.loads(file.read_text(encoding="utf-8"))["error"])
-    except (ValueError, TypeError, LookupError):
+        return str(json.loads(files.read(file))["error"])
+    except (OSError, ValueError, TypeError, LookupError, RecursionError):
         raise InputError(f"{file} is not of shoestring study") from None
 
 
@@ -117,7 +123,8 @@ def execute(job: StudyJob, folder: Path, place: Place) -> None:
 def execute_alone(job: StudyJob, folder: Path, place: Place) -> None:
     """Execute, in a process that is there for this job: what it prints goes to its log."""
     folder.mkdir(parents=True, exist_ok=True)
-    log = os.open(folder / LOG, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
+    flags = os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
+    log = os.open(folder / LOG, flags, 0o644)
     os.utime(log)  # says that a job which goes on has begun, too
     for stream in (1, 2):
         os.dup2(log, stream)
@@ -133,32 +140,22 @@ def fail(folder: Path, error: Exception | str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if isinstance(error, ShoestringError):
         text, details = error.message, error.hint
+        if error.__cause__ is not None:  # of a model that somebody wants to mend
+            details = "".join([f"{details}\n\n", *traceback.format_exception(error.__cause__)])
     elif isinstance(error, Exception):
         text = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         details = "".join(traceback.format_exception(error))
     else:
         text, details = error, None
-    temporary = folder / (FAILURE + ".partial")
-    temporary.write_text(
-        json.dumps({"error": text, "details": details}, ensure_ascii=False, indent=1) + "\n",
-        encoding="utf-8",
-    )
-    temporary.replace(folder / FAILURE)
+    held = files.json_text({"error": text, "details": details}, indent=1) + "\n"
+    files.write(folder / FAILURE, held.encode(errors="backslashreplace"))
 
 
 def _wait_for(folder: Path) -> None:
     """Until nobody else writes here: who was told to stop saves a snapshot first."""
-    handle = os.open(folder / ".lock", os.O_CREAT | os.O_RDWR, 0o644)
-    try:
-        until = time.monotonic() + LOCK_SECONDS
-        while time.monotonic() < until:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except BlockingIOError:
-                time.sleep(0.05)
-    finally:
-        os.close(handle)
+    until = time.monotonic() + LOCK_SECONDS
+    while is_held(folder) and time.monotonic() < until:
+        time.sleep(0.05)
 
 
 def arguments(settings: Mapping[str, Any]) -> Values:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import reprlib
 from collections.abc import Collection, Iterable, Mapping
 from types import GenericAlias, NoneType, UnionType
@@ -43,6 +44,8 @@ def _fits(value: Any, kind: Any) -> bool:
         return isinstance(value, list) and all(_fits(item, *get_args(kind)) for item in value)
     if isinstance(value, bool):
         return kind is bool
+    if isinstance(value, float) and not math.isfinite(value):
+        return False
     return isinstance(value, (int, float) if kind is float else kind)
 
 
@@ -61,6 +64,13 @@ def at_least_one(name: str, number: int) -> int:
     return number
 
 
+def positive(name: str, number: float | None) -> float | None:
+    """The number, or InputError unless it is above 0 and finite."""
+    if number is not None and not 0 < number < math.inf:
+        raise InputError(f"{name} {number:g} is not above 0")
+    return number
+
+
 def known(names: Iterable[str], there: Collection[str], where: str) -> None:
     """InputError for a name there is no such setting for."""
     for name in names:
@@ -73,7 +83,7 @@ def named(names: Iterable[str], there: Collection[str], where: str, what: str = 
     for name in names:
         if name not in there:
             raise InputError(
-                f"{where} names {name!r}, which is no {what} of this study",
+                f"{where} names {name!r}, which is not a {what} of this study",
                 hint=_near(name, there),
             )
 

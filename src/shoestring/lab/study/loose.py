@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,7 +60,9 @@ def _differ(name: str, rows: Sequence[Values]) -> bool:
 
 def collect(where: Path) -> Loose:
     """All runs somewhere below a folder; those with equal settings but for the seed are a group."""
-    folders = sorted({file.parent for n in (FILE, FAILURE) for file in where.glob(f"**/{n}")})
+    # Unlike a glob, it passes over folders that cannot be read, or that go while it looks.
+    walked = os.walk(where)
+    folders = sorted(Path(at) for at, _, names in walked if {FILE, FAILURE} & set(names))
     ours = "a folder of shoestring study or shoestring train"
     if not folders:
         raise InputError(f"there are no runs in {where}", hint=ours)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
-from importlib.resources import files
+from importlib.resources import files as resources
 from pathlib import Path
 from posixpath import normpath
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
+from ... import files
 from ...errors import InputError
 from ...memory.model import MemoryProfile
 from ...techniques.registry import flags
@@ -20,7 +21,17 @@ from ..records.run import FILE
 from .execute import FAILURE, Outcome
 from .figures import series_name
 from .results import Results, Row
-from .tables import HEADS, Table, columns_of, head, shown, tables, target_text, with_interval
+from .tables import (
+    HEADS,
+    Table,
+    columns_of,
+    head,
+    one_line,
+    shown,
+    tables,
+    target_text,
+    with_interval,
+)
 
 METRICS = ("accuracy", "bleu", "loss", "train_loss", "learning_rate")
 """Of evaluations, as curves."""
@@ -64,16 +75,16 @@ def write_profile(path: str | Path, settings: Mapping[str, Any], result: MemoryP
     what += [f"{n} {settings[n]}" for n in named if settings.get(n) not in (None, False)]
     text = profile_page(f"{settings['model']}: {', '.join(what)}", as_values(result))
     try:
-        Path(path).write_text(text, encoding="utf-8")
+        files.write(path, text.encode(errors="backslashreplace"))
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror}") from None
 
 
 def _document(title: str, facts: str, sections: Sequence[Section], data: Mapping[str, Any]) -> str:
-    here = files("shoestring.lab.study") / "page_files"
+    here = resources("shoestring.lab.study") / "page_files"
     read = {name: (here / name).read_text(encoding="utf-8") for name in _FILES}
     # A "<" in the data could end the script it stands in.
-    text = json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
+    text = files.json_text(data, separators=(",", ":"), default=str).replace("<", "\\u003c")
     filled = {
         "@TITLE@": escape(title),
         "@STYLE@": read["page.css"],
@@ -164,7 +175,7 @@ def _profile(end: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _curve(found: Outcome) -> dict[str, Any] | None:
-    events = [event for event in found.events if event["event"] == "evaluation"]
+    events = [e for e in found.events if e["event"] == "evaluation" and e.get("epoch") is not None]
     if not events:
         return None
     made: dict[str, Any] = {"label": f"seed {found.job.settings.get('seed', 0)}"}
@@ -198,7 +209,7 @@ def _links(sections: Sequence[Section]) -> str:
 def _facts(results: Results) -> str:
     study, runs = results.study, results.outcomes.values()
     failed = sum(run.error is not None for run in runs)
-    hosts = sorted({_host(run) for run in runs if run.error is None})
+    hosts = sorted({one_line(_host(run)) for run in runs if run.error is None})
     facts = [f"{len(results.rows)} settings", f"{len(runs)} runs"]
     facts += [f"{failed} failed"] if failed else []
     facts += [f"{results.missing} still to run"] if results.missing else []
@@ -213,7 +224,7 @@ def _facts(results: Results) -> str:
 
 def _host(run: Outcome) -> str:
     """Device and versions; what differs from machine to machine only in name is left out."""
-    host = run.start.get("host", {})
+    host = run.start.get("host") or {}
     device = host.get("device_name") or host.get("device", "unknown device")
     versions = [f"{n} {host[n]}" for n in ("shoestring", "torch", "cuda", "python") if host.get(n)]
     return " · ".join([str(device), *versions])
@@ -334,13 +345,14 @@ def _runs(results: Results, folder: str) -> Section:
     lines = [_box("every run", "scroll tall", "runs"), _cells(heads, "th")]
     for name, run in results.outcomes.items():
         settings = ", ".join(f"{n} {v}" for n, v in run.job.settings.items() if n != "model")
-        at = quote(normpath(f"{folder}/{name}/{FILE if run.error is None else FAILURE}"))
+        path = normpath(f"{folder}/{name}/{FILE if run.error is None else FAILURE}")
+        at = quote(os.fsencode(path))
         first = f'<td><a href="{at}">{escape(name)}</a></td>'
         if run.error is not None:
             rest = _cells(["failed", "", "", "", f"{run.error} ({settings})"])
         else:
             peak = run.end.get("measured_peak_bytes") or run.end.get("peak_bytes")
-            revision = str(run.start.get("host", {}).get("git_revision") or "")
+            revision = str((run.start.get("host") or {}).get("git_revision") or "")
             known = (run.end.get(n) for n in results.study.score.split(" or "))
             score = next((value for value in known if value is not None), None)
             texts = ["" if score is None else f"{score:g}", shown("peak_bytes", peak)]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ... import files
 from ...errors import InputError
 from ...units import format_size, parse_size
 from .figures import figures
@@ -75,12 +76,12 @@ def report(
         "tables.md": "\n".join(table.markdown() for table in made).encode(),
         "tables.tex": "\n".join(table.latex() for table in made).encode(),
         **figures(results),
-        "index.html": page(results, made, runs).encode(),
+        "index.html": page(results, made, runs).encode(errors="backslashreplace"),
     }
     try:
         where.mkdir(parents=True, exist_ok=True)
         for name, content in contents.items():
-            (where / name).write_bytes(content)
+            files.write(where / name, content)
     except OSError as error:
         raise InputError(
             f"cannot write to {where}: {error.strerror}", hint="name another folder with --out"

@@ -8,10 +8,12 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from ... import files
 from ...errors import InputError
 from ...techniques.registry import flags as technique_flags
 from ...techniques.registry import registered
-from .kinds import at_least_one, check, known, named, or_list
+from ..runs.settings import check_seed
+from .kinds import at_least_one, check, known, named, or_list, positive
 
 Values = dict[str, Any]
 
@@ -34,12 +36,17 @@ _TRIALS = ("trials", "seeds")
 SCORES = {"bleu": "BLEU", "best_accuracy": "accuracy (%)", "accuracy": "accuracy (%)"}
 """Fields of a last event that say how good a run is, and what they are called."""
 KINDS = ("train", "profile")
+MOST_RUNS = 100_000
+"""Of a study: more is a slip of the pen, and would fill the memory before it is noticed."""
+MOST_BYTES = 10**7
+"""Of a study's file."""
 FIGURES = ("line", "front", "pie")
 _OWN = {"labels": dict, "stands_for": dict}
 """Tables a grid may have besides settings: words for a table, and what a fast run stands for."""
 _STUDY = {
     **dict.fromkeys(("name", "title", "source", "notes", "kind", "score", "score_label"), str),
     **dict.fromkeys(("trials", "threads"), int),
+    "run_seconds": float,
     **dict.fromkeys(("profile", "measure"), bool),
     **dict.fromkeys(("base", "baseline"), dict),
     **dict.fromkeys(("grid", "search", "target", "figure"), list[dict]),
@@ -126,6 +133,8 @@ class Study:
     measure: bool
     """Measure a few updates of every row whose runs are fast equivalents."""
     threads: int
+    run_seconds: float | None
+    """After which a run is ended, and has failed."""
     text: str = field(repr=False)
 
 
@@ -135,11 +144,11 @@ def load(path: str | Path, name: str | None = None) -> Study:
     `name` is for a file that does not say its own; by default it is the file's.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = files.read(path, MOST_BYTES, plain=False).decode()
         given = tomllib.loads(text)
     except OSError as error:
         raise InputError(f"cannot read the study {path}: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"the study {path} is not TOML: {error}") from None
     try:
         return from_values(given, text, name or Path(path).stem)
@@ -195,6 +204,7 @@ def from_values(given: Values, text: str, name: str) -> Study:
         profile=given.get("profile", True),
         measure=given.get("measure", True),
         threads=at_least_one("threads", given.get("threads", 1)),
+        run_seconds=positive("run_seconds", given.get("run_seconds")),
         text=text,
     )
 
@@ -256,6 +266,9 @@ def _settings(given: Mapping[str, Any], kind: str, where: str, *, lists: bool = 
         check(settings, allowed, where)
     if empty := next((name for name, value in flat.items() if value == []), None):
         raise InputError(f"{where} {empty} has no values")
+    seeds = flat.get("seed", [])
+    for seed in seeds if isinstance(seeds, list) else [seeds]:
+        check_seed(seed)
     return {**flat, **own, **({"stands_for": real} if "stands_for" in own else {})}
 
 
@@ -308,8 +321,8 @@ def _figures(given: list[Values], shown: set[str]) -> tuple[Figure, ...]:
 
 
 def _file_name(name: str, where: str) -> str:
-    if not name.strip() or "/" in name or name in (".", ".."):
-        raise InputError(f"{where} {name!r} is no name of a file")
+    if not name.strip() or "/" in name or name in (".", "..") or not name.isprintable():
+        raise InputError(f"{where} {name!r} is not a file name")
     return name
 
 
@@ -337,5 +350,10 @@ def _seeds(given: Values, default: tuple[int, ...]) -> tuple[int, ...]:
                 f"seeds {list(seeds)} " + ("has one twice" if seeds else "has no values"),
                 hint="every trial needs a seed of its own: seeds = [0, 1, 2]",
             )
+        for seed in seeds:
+            check_seed(seed)
         return seeds
-    return tuple(range(at_least_one("trials", given["trials"]))) if "trials" in given else default
+    trials = at_least_one("trials", given.get("trials", 1))
+    if trials > MOST_RUNS:
+        raise InputError(f"trials = {trials:,} is more than {MOST_RUNS:,}")
+    return tuple(range(trials)) if "trials" in given else default

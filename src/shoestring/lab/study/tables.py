@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...techniques.registry import flags
+from ...units import plural
 from .results import Results, Row
 from .statistics import Sample, at_equal_memory
 
@@ -51,7 +52,7 @@ class Table:
         """With a heading, and notes below."""
         lines = [f"## {_text(self.title)}", "", _line(self.heads), _line(["---"] * len(self.heads))]
         lines += [_line(row) for row in self.cells]
-        return "\n".join(lines + [f"\n{_escaped(note)}" for note in self.notes]) + "\n"
+        return "\n".join(lines + [f"\n{_text(note)}" for note in self.notes]) + "\n"
 
     def latex(self) -> str:
         """For booktabs."""
@@ -65,23 +66,33 @@ class Table:
                 *map(_tex_line, self.cells),
                 r"\bottomrule",
                 r"\end{tabular}",
-                *(rf"% {note}" for note in self.notes),
+                *(f"% {_tex(note)}" for note in self.notes),
                 "",
             ]
         )
 
 
-def _escaped(note: str) -> str:
-    return note.replace("*", "\\*")  # at the start of a line it would begin a list
-
-
 def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(_text(cell).replace("|", "\\|") for cell in cells) + " |"
+    return "| " + " | ".join(_text(cell) for cell in cells) + " |"
 
 
 def _text(words: str) -> str:
-    """In one line, and none of it HTML."""
-    return " ".join(words.split()).replace("<", "&lt;")
+    """In one line, and none of it HTML or Markdown: a name may come from anywhere."""
+    return "".join(_MARKDOWN.get(sign, sign) for sign in one_line(words))
+
+
+def one_line(words: str) -> str:
+    """Without line ends, and with an escape for what no reader of a table could see."""
+    kept = " ".join(words.split())
+    return "".join(
+        sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in kept
+    )
+
+
+_MARKDOWN = {
+    **{sign: "\\" + sign for sign in "\\`*[]|~$"},
+    **{"<": "&lt;", "&": "&amp;"},
+}
 
 
 def _tex_line(cells: Sequence[str]) -> str:
@@ -91,7 +102,7 @@ def _tex_line(cells: Sequence[str]) -> str:
 
 
 def _tex(text: str) -> str:
-    return "".join(_TEX.get(sign, sign) for sign in " ".join(text.split()))
+    return "".join(_TEX.get(sign, sign) for sign in one_line(text))
 
 
 _TEX = {
@@ -108,6 +119,8 @@ def shown(name: str, value: Any) -> str:
         return "–"
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if not isinstance(value, (int, float)):
+        return one_line(str(value))
     if name.endswith("_bytes"):
         return f"{value / 1e6:.2f}" if value < 1e7 else f"{value / 1e6:.1f}"
     if name.endswith("reduction"):
@@ -116,7 +129,7 @@ def shown(name: str, value: Any) -> str:
         return f"{value:.3f}"
     if name in ("score", "interval", "score_loss"):
         return f"{value:.2f}"
-    if name in flags() and flags()[name].percent and isinstance(value, (int, float)):
+    if name in flags() and flags()[name].percent:
         return f"{100 * value:g}%"
     if name == "seconds":
         return f"{value:.0f}"
@@ -192,9 +205,10 @@ def _state(results: Results) -> list[str]:
     """What is not in the numbers."""
     notes = []
     if results.missing:
-        notes.append(f"{results.missing} runs have not ended yet.")
+        verb = "has" if results.missing == 1 else "have"
+        notes.append(f"{plural(results.missing, 'run')} {verb} not finished.")
     if results.failed:
-        notes.append(f"{results.failed} run{'s' * (results.failed > 1)} failed.")
+        notes.append(f"{plural(results.failed, 'run')} failed.")
     return notes + [f"Passed over: {why}." for why in results.passed_over]
 
 

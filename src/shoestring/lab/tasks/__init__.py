@@ -101,11 +101,11 @@ def _text_folder(name: str, folder: str | Path | None) -> Path:
         return Path(name)
     if name in NAMES and name not in TEXTS:
         raise InputError(
-            f"{name} is no text", hint="one of " + ", ".join(TEXTS) + ", or a folder of text"
+            f"{name} is not text", hint="one of " + ", ".join(TEXTS) + ", or a folder of text"
         )
     if name not in TEXTS:
         raise InputError(
-            f"no data is called {name!r}, and it is no folder",
+            f"no data is called {name!r}, and it is not a folder",
             hint="one of " + ", ".join(NAMES) + ", or a folder of text",
         )
     given = folder if folder is not None else os.environ.get("SHOESTRING_DATA")

@@ -45,7 +45,7 @@ def merges_in(codes: str) -> int:
         raise InputError(f"the BPE codes begin with {lines[0]!r}", hint="versions are 0.1 and 0.2")
     for number, line in enumerate(lines[first:], start=first + 1):
         if len(line.split(" ")) != 2:
-            raise InputError(f"line {number} of the BPE codes is no pair: {line!r}")
+            raise InputError(f"line {number} of the BPE codes is not a pair: {line!r}")
     return len(lines) - first
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +10,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...errors import InputError
+from ... import files
+from ...errors import InputError, first_line
 from .images import ImageTask
+from .plain_pickle import load_arrays
 
 TRAIN_FILES = tuple(f"data_batch_{number}" for number in range(1, 6))
 TEST_FILE = "test_batch"
 IMAGES_PER_FILE = 10_000
 PIXEL_BYTES = 3 * 32 * 32
 BINARY_FILE_BYTES = IMAGES_PER_FILE * (1 + PIXEL_BYTES)
+MOST_FILE_BYTES = 4 * BINARY_FILE_BYTES
 VALIDATION_IMAGES = 5_000
 
 MEAN = (0.4914, 0.4822, 0.4465)
@@ -89,31 +91,32 @@ def _read_binary(path: Path) -> tuple[Tensor, Tensor]:
 
 def _read_python(path: Path) -> tuple[Tensor, Tensor]:
     """A pickled dictionary with `data` and `labels`."""
-    _bytes(path, "about 31 MB", only_look=True)
+    data = _bytes(path, "about 31 MB")
     try:
-        with path.open("rb") as file:
-            batch = _Arrays(file, encoding="bytes").load()
+        batch = load_arrays(data)
         pixels, labels = (batch.get(key, batch.get(key.decode())) for key in (b"data", b"labels"))
-        pixels, labels = np.asarray(pixels), np.asarray(labels)
-    except InputError:
-        raise
     except Exception as error:  # a damaged pickle can raise anything
-        said = str(error) or type(error).__name__
-        raise _damaged(
-            path, f"{path.stat().st_size:,} bytes, about 31 MB expected: {said}"
-        ) from None
+        said = first_line(error)
+        raise _damaged(path, f"{len(data):,} bytes, about 31 MB expected: {said}") from None
+    if isinstance(labels, list) and all(type(label) is int and 0 <= label < 10 for label in labels):
+        labels = np.array(labels, dtype=np.int64)
     shape = (IMAGES_PER_FILE, PIXEL_BYTES)
-    if pixels.dtype != np.uint8 or pixels.shape != shape:
-        raise _damaged(path, f"{pixels.dtype} pixels {pixels.shape}, not uint8 {shape}")
-    if labels.dtype.kind not in "iu" or labels.shape != shape[:1]:
-        raise _damaged(path, f"{labels.dtype} labels {labels.shape}, not whole numbers {shape[:1]}")
+    if not isinstance(pixels, np.ndarray) or pixels.dtype != np.uint8 or pixels.shape != shape:
+        raise _damaged(path, f"{_said(pixels)} pixels, not uint8 {shape}")
+    if not isinstance(labels, np.ndarray) or labels.shape != shape[:1]:
+        raise _damaged(path, f"{_said(labels)} labels, not {shape[0]:,} whole numbers")
     return _tensors(path, pixels, labels)
 
 
-def _bytes(path: Path, expected: str, *, only_look: bool = False) -> bytes:
+def _said(value: Any) -> str:
+    if isinstance(value, np.ndarray):
+        return f"{value.dtype} {value.shape}"
+    return f"{type(value).__name__}"
+
+
+def _bytes(path: Path, expected: str) -> bytes:
     try:
-        with path.open("rb") as file:
-            return file.read(1 if only_look else -1)
+        return files.read(path, MOST_FILE_BYTES)
     except FileNotFoundError:
         raise InputError(f"{path} is missing ({expected})", hint=HOW_TO_GET) from None
     except OSError as error:
@@ -131,23 +134,3 @@ def _tensors(path: Path, pixels: np.ndarray[Any, Any], labels: Any) -> tuple[Ten
 
 def _damaged(path: Path, what: str) -> InputError:
     return InputError(f"{path} is damaged: {what}", hint=HOW_TO_GET)
-
-
-def _encode(text: str, encoding: str = "latin1") -> bytes:
-    """How newer Pythons write bytes into pickles for older ones."""
-    if encoding != "latin1":
-        raise pickle.UnpicklingError(f"bytes in {encoding!r}")
-    return text.encode("latin1")
-
-
-class _Arrays(pickle.Unpickler):
-    """Unpickles arrays and plain values, and nothing that runs."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("_codecs", "encode"):
-            return _encode
-        if (module, name) in (("numpy", "ndarray"), ("numpy", "dtype")):
-            return getattr(np, name)
-        if module in ("numpy.core.multiarray", "numpy._core.multiarray") and name == "_reconstruct":
-            return np._core.multiarray._reconstruct  # type: ignore[attr-defined]
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import bz2
 import codecs
 import gzip
+import io
 import lzma
 import re
 import zlib
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ... import files
 from ...errors import InputError
 
 SPLITS: dict[str, tuple[str, ...]] = {
@@ -28,8 +30,10 @@ CONTINUED = "@@"
 """Ends a piece of a word that goes on, in text after BPE; alone it is a word."""
 _GOES_ON = re.compile(rf"(?<=\S){CONTINUED} ")
 NAMED_LINES = 5
+MOST_BYTES = 2**32
+"""Of one side of a text: a small archive can unfold to more than any machine has."""
 _OPEN: dict[str, Callable[..., Any]] = {
-    "": open, ".xz": lzma.open, ".gz": gzip.open, ".bz2": bz2.open,
+    ".xz": lzma.open, ".gz": gzip.open, ".bz2": bz2.open,
 }  # fmt: skip
 
 
@@ -177,9 +181,15 @@ def read_lines(path: Path) -> tuple[list[str], set[int]]:
     sentence would lose its alignment.
     """
     try:
-        with _OPEN.get(path.suffix, open)(path, "rb") as file:
-            data = file.read()
-    except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
+        packed = files.read(path, MOST_BYTES)
+        opened = _OPEN.get(path.suffix)
+        data = packed
+        if opened is not None:
+            with opened(io.BytesIO(packed)) as file:
+                data = file.read(MOST_BYTES + 1)
+        if len(data) > MOST_BYTES:
+            raise EOFError(f"more than {MOST_BYTES:,} bytes")
+    except (OSError, EOFError, lzma.LZMAError, zlib.error, ValueError, MemoryError) as error:
         said = getattr(error, "strerror", None) or error
         raise InputError(f"cannot read {path}: {said}") from None
     if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):

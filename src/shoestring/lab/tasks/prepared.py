@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import shutil
 import tempfile
+import time
 import zipfile
-import zlib
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ...errors import InputError
-from .bpe import Sentences, Vocabulary
+from ... import files
+from ...errors import InputError, first_line
+from .bpe import Sentences, Vocabulary, merges_in
 from .corpus import Corpus, read_corpus
 from .text import LONGEST, TextTask, encoded
 
@@ -26,9 +28,10 @@ MERGES = 10_000
 NOTES, CODES, PAIRS = "notes.json", "codes", "pairs.npz"
 CACHE_VARIABLE = "SHOESTRING_CACHE"
 _PARTS = ("train", "valid", "test")
-_DAMAGED = (
-    OSError, EOFError, KeyError, TypeError, ValueError, zipfile.BadZipFile, zlib.error,
-)  # fmt: skip
+_PREPARING = ".preparing-"
+_STALE_SECONDS = 86_400
+MOST_BYTES = 2**33
+"""Of a text in memory: a small archive can unfold to more than any machine has."""
 
 
 def is_prepared(folder: Path) -> bool:
@@ -131,15 +134,26 @@ def save(task: TextTask, folder: Path) -> None:
     made = None
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        made = Path(tempfile.mkdtemp(prefix=".preparing-", dir=folder.parent))
+        _remove_stale(folder.parent)
+        made = Path(tempfile.mkdtemp(prefix=_PREPARING, dir=folder.parent))
         _write(task, made)
         made.chmod(0o755)
+        files.flush_names(made)
         made.rename(folder)
+        files.flush_names(folder.parent)
     except OSError as error:
         if made is not None:
             shutil.rmtree(made, ignore_errors=True)
         if not is_prepared(folder):  # somebody else was quicker
             raise InputError(f"cannot write {folder}: {error.strerror}") from None
+
+
+def _remove_stale(parent: Path) -> None:
+    """What a killed process left of its work; nobody prepares a text for a day."""
+    for left in parent.glob(f"{_PREPARING}*"):
+        with suppress(OSError):
+            if abs(time.time() - left.stat().st_mtime) > _STALE_SECONDS:
+                shutil.rmtree(left, ignore_errors=True)
 
 
 def _write(task: TextTask, folder: Path) -> None:
@@ -150,28 +164,34 @@ def _write(task: TextTask, folder: Path) -> None:
         "target_language": task.target_language,
         "notes": task.notes,
     }
-    (folder / NOTES).write_text(json.dumps(about, indent=1, ensure_ascii=False), encoding="utf-8")
+    _put(folder / NOTES, files.json_text(about, indent=1))
     write_vocabularies(task, folder)
     for part in ("valid", "test"):
         lines = getattr(task, f"{part}_references")
         text = "".join(f"{line}\n" for line in lines)
-        (folder / f"references.{part}").write_text(text, encoding="utf-8")
+        _put(folder / f"references.{part}", text)
     arrays = {}
     for part in _PARTS:
         for side, sentences in zip(("source", "target"), getattr(task, part), strict=True):
             small = sentences.numbers.max(initial=0) < 2**16
             arrays[f"{part}_{side}"] = sentences.numbers.astype(np.uint16 if small else np.int32)
             arrays[f"{part}_{side}_lengths"] = sentences.lengths.astype(np.int32)
-    np.savez_compressed(folder / PAIRS, **arrays)
+    held = io.BytesIO()
+    np.savez_compressed(held, **arrays)
+    files.write(folder / PAIRS, held.getbuffer())
+
+
+def _put(path: Path, text: str) -> None:
+    files.write(path, text.encode(errors="backslashreplace"))
 
 
 def write_vocabularies(task: TextTask, folder: Path) -> None:
     """What a sentence needs on its way to numbers and back."""
     if task.codes is not None:
-        (folder / CODES).write_text(task.codes, encoding="utf-8")
+        _put(folder / CODES, task.codes)
     for side in ("source", "target"):
         text = getattr(task, f"{side}_vocabulary").to_text()
-        (folder / f"vocabulary.{side}").write_text(text, encoding="utf-8")
+        _put(folder / f"vocabulary.{side}", text)
 
 
 def read_vocabularies(folder: Path) -> tuple[str | None, Vocabulary, Vocabulary]:
@@ -179,35 +199,42 @@ def read_vocabularies(folder: Path) -> tuple[str | None, Vocabulary, Vocabulary]
     codes = folder / CODES
     try:
         source, target = (
-            Vocabulary.from_text((folder / f"vocabulary.{side}").read_text(encoding="utf-8"))
+            Vocabulary.from_text(_text(folder / f"vocabulary.{side}"))
             for side in ("source", "target")
         )
-        return codes.read_text(encoding="utf-8") if codes.is_file() else None, source, target
+        return _text(codes) if codes.exists() else None, source, target
     except (OSError, UnicodeDecodeError) as error:
         said = getattr(error, "strerror", None) or error
         raise InputError(f"no vocabularies in {folder}: {said}") from None
 
 
+def _text(path: Path) -> str:
+    """With its line ends as they are."""
+    return files.read(path, MOST_BYTES).decode()
+
+
 def load(folder: Path) -> TextTask:
-    """What `save` wrote."""
+    """What `save` wrote; InputError for anything else, whoever made it."""
     try:
-        about = json.loads((folder / NOTES).read_text(encoding="utf-8"))
+        about = json.loads(_text(folder / NOTES))
         if about["format"] != FORMAT:
             raise InputError(f"{folder} was prepared by another version", hint="prepare it again")
-        with (folder / PAIRS).open("rb") as file, np.load(file) as arrays:
-            sides = {part: _sides(arrays, part) for part in _PARTS}
+        _check_about(about)
+        sides = _all_sides(files.read(folder / PAIRS, MOST_BYTES))
         references = {
-            part: _lines((folder / f"references.{part}").read_text(encoding="utf-8"))
-            for part in ("valid", "test")
+            part: _lines(_text(folder / f"references.{part}")) for part in ("valid", "test")
         }
         codes, source, target = read_vocabularies(folder)
+        if codes is not None:
+            merges_in(codes)
         for part, (one, other) in sides.items():
             _check_fits(part, one, other, source, target, references.get(part))
-    except _DAMAGED as error:
-        if isinstance(error, InputError):
-            raise
+    except InputError:
+        raise
+    except Exception as error:  # a file that was changed by hand can raise anything
         raise InputError(
-            f"{folder} is damaged: {error}", hint="remove it, and prepare the text again"
+            f"{folder} is damaged: {first_line(error)}",
+            hint="remove it, and prepare the text again",
         ) from None
     return TextTask(
         name=about["name"],
@@ -226,6 +253,30 @@ def load(folder: Path) -> TextTask:
     )
 
 
+def _check_about(about: dict[str, Any]) -> None:
+    """ValueError where the notes are not those of a text."""
+    notes, names = about["notes"], ("name", "source_language", "target_language")
+    if not all(type(about[name]) is str and about[name].isprintable() for name in names):
+        raise ValueError("its name or a language is not a text")
+    for wanted in ("merges", "merges_wanted"):
+        if not (notes.get(wanted) is None or type(notes[wanted]) is int):
+            raise ValueError(f"{wanted} is not a whole number")
+    for found in notes["remarks"].values():
+        for held in found.values():
+            numbers = [held["pairs"], *held["first_lines"]]
+            if not all(type(number) is int for number in numbers):
+                raise ValueError("a remark that counts nothing")
+
+
+def _all_sides(data: bytes) -> dict[str, tuple[Sentences, Sentences]]:
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        unfolded = sum(entry.file_size for entry in archive.infolist())
+        if unfolded > MOST_BYTES:
+            raise ValueError(f"{PAIRS} unfolds to {unfolded:,} bytes")
+    with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
+        return {part: _sides(arrays, part) for part in _PARTS}
+
+
 def _check_fits(
     part: str,
     one: Sentences,
@@ -238,7 +289,11 @@ def _check_fits(
     counts = {len(one), len(other), len(one) if references is None else len(references)}
     if len(counts) > 1:
         raise ValueError(f"{part} has {min(counts)} and {max(counts)} sentences")
+    if not len(one):
+        raise ValueError(f"{part} has no sentences")
     for side, vocabulary in ((one, source), (other, target)):
+        if int(side.numbers.min()) < 0:
+            raise ValueError(f"{part} has a piece below 0")
         most = int(side.numbers.max(initial=0))
         if most >= len(vocabulary.pieces):
             raise ValueError(f"{part} has piece {most} of {len(vocabulary.pieces)}")
@@ -247,9 +302,13 @@ def _check_fits(
 def _sides(arrays: Any, part: str) -> tuple[Sentences, Sentences]:
     made = []
     for side in ("source", "target"):
-        lengths = arrays[f"{part}_{side}_lengths"].astype(np.int64)
+        held = arrays[f"{part}_{side}_lengths"], arrays[f"{part}_{side}"]
+        if any(one.dtype.kind not in "iu" or one.ndim != 1 for one in held):
+            raise ValueError(f"{part} {side} is not whole numbers in a row")
+        lengths, numbers = held[0].astype(np.int64), held[1].astype(np.int32)
+        if lengths.min(initial=1) < 1 or lengths.max(initial=1) > len(numbers):
+            raise ValueError(f"{part} {side} has a sentence without words, or without an end")
         starts = np.concatenate([[0], lengths.cumsum()])
-        numbers = arrays[f"{part}_{side}"].astype(np.int32)
         if starts[-1] != len(numbers):
             raise ValueError(f"{part} {side} has {len(numbers)} numbers, not {starts[-1]}")
         made.append(Sentences(numbers, starts))

@@ -14,9 +14,16 @@ from torch import nn
 from ...errors import InputError
 from ...trace.batches import tensors_of
 from ...trace.capture import Loss, check_loss, role_by_life, user_code
-from ...trace.fakes import check_optimizer, make_optimizer, span
+from ...trace.fakes import (
+    check_optimizer,
+    make_optimizer,
+    same_random_streams,
+    span,
+    unwrapped,
+)
 from ...trace.graph import Phase, Role
 from ...trace.recorder import Recorder
+from ...trace.untouched import Untouched, hooks_of
 
 Optimizer = torch.optim.Optimizer
 
@@ -42,21 +49,25 @@ def measure(
     """Run real training steps and return the peak of the last one.
 
     A step is meant in steady state: optimizer state exists, gradients are freed between steps.
-    The steps are real: weights, optimizer state and buffers move as in training. On the CPU the
-    peak is of storages; what a kernel takes and returns while it runs is not in it, which for
-    oneDNN's convolutions can be much (their arguments again, in its own layouts).
+    The steps are real, and taken back: afterwards weights, gradients, optimizer state, buffers and
+    random streams are as before. On the CPU the peak is of storages; what a kernel takes and
+    returns while it runs is not in it, which for oneDNN's convolutions can be much (their arguments
+    again, in its own layouts).
     """
     device = _device_of(model, batch)
-    if isinstance(optimizer, str):
-        optimizer = make_optimizer(optimizer, model, {})
-    elif optimizer is not None:
+    updates: Optimizer | None
+    if optimizer is None or isinstance(optimizer, str):
+        updates = make_optimizer(optimizer, model, {})
+    else:
         check_optimizer(optimizer)
-    with user_code():
-        for _ in range(max(warmup_steps, 1)):
-            training_step(model, batch, loss, optimizer)
-    gc.collect()
-    on_device = _measure_cpu if device == "cpu" else _measure_cuda
-    return on_device(model, batch, loss, optimizer)
+        updates = unwrapped(optimizer)
+    with same_random_streams(), Untouched([loss, *hooks_of(model)]):
+        with user_code():
+            for _ in range(max(warmup_steps, 1)):
+                training_step(model, batch, loss, updates)
+        gc.collect()
+        on_device = _measure_cpu if device == "cpu" else _measure_cuda
+        return on_device(model, batch, loss, updates)
 
 
 def training_step(

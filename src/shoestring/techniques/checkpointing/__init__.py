@@ -62,7 +62,7 @@ class Checkpointing(Technique):
     schedule: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        pattern = r"none|no-bn|every-[1-9]\d*|residual-[1-9]\d*\*?|per-block"
+        pattern = r"none|no-bn|every-[1-9]\d{0,8}|residual-[1-9]\d{0,8}\*?|per-block"
         if not isinstance(self.strategy, str) or not re.fullmatch(pattern, self.strategy):
             raise InputError(
                 f"unknown checkpointing strategy {self.strategy!r}", hint=f"one of {STRATEGIES}"

@@ -1,4 +1,4 @@
-"""Model + batch + plan → Chain: what each block needs and costs when kept, cheap or made again.
+"""Model + batch + plan → Chain: what each block needs and costs when kept, cheap or recomputed.
 
 The planned step runs on fake tensors, first with every block kept, then with one block of each kind
 cheap, one lean and one as a region of its own. Hooks say when a block begins forward and

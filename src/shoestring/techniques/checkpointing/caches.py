@@ -1,4 +1,4 @@
-"""Blocks that run again must not find the keys and values of their first pass in a cache."""
+"""Blocks that are recomputed must not find the keys and values of their first pass in a cache."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def refuse_caches(leaves: list[Any]) -> None:
     """A cache that reaches a block all the same was asked for."""
     if any(hasattr(leaf, "get_seq_length") and hasattr(leaf, "update") for leaf in leaves):
         raise InputError(
-            "a block that runs again was given a cache of keys and values",
+            "a block that is recomputed was given a cache of keys and values",
             hint="train with use_cache=False",
         )
 

@@ -15,7 +15,7 @@ CHEAP: frozenset[Any] = frozenset(
         torch.Tensor.sigmoid, torch.Tensor.tanh,
     }
 )  # fmt: skip
-"""Normalisations and activation functions: what `no-bn` makes again."""
+"""Normalisations and activation functions: what `no-bn` recomputes."""
 
 
 def _named(*names: str) -> frozenset[Any]:
@@ -25,7 +25,7 @@ def _named(*names: str) -> frozenset[Any]:
 
 
 PRODUCTS = _named("mul", "multiply", "div", "divide", "__mul__", "__rmul__", "__truediv__")
-"""Their gradient reads both factors, so a product can be made again from what is there anyway."""
+"""Their gradient reads both factors, so a product can be recomputed from what is there anyway."""
 
 ELEMENTWISE = PRODUCTS | _named(
     "add", "sub", "neg", "pow", "square", "exp", "sqrt", "rsqrt", "reciprocal", "erf", "to",
@@ -52,4 +52,4 @@ WIDENING = frozenset(_MORE | {torch.addmm})
 JOINTS: frozenset[Any] = frozenset(
     {torch.add, torch.Tensor.add, torch.Tensor.__add__, F.pad, F.avg_pool2d, F.adaptive_avg_pool2d}
 )
-"""What `every-M` runs again on the way without counting it."""
+"""What `every-M` recomputes on the way without counting it."""

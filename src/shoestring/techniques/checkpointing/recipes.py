@@ -81,7 +81,7 @@ class _Kept:
         elif self._unpack is None and self._value._version != self._version:
             raise RuntimeError(
                 f"a tensor of shape {tuple(self._value.shape)} was changed in place after a "
-                "function read it whose output is to be made again; change a copy, or keep the "
+                "function read it whose output is to be recomputed; change a copy, or keep the "
                 "block whole (checkpointing 'none', or 'keep' in a schedule)"
             )
         return self._value
@@ -172,14 +172,14 @@ class Recipes:
         self._outer = None
 
     def hand_over(self, outputs: Any) -> None:
-        """What leaves the context is kept by its reader, so it need not be made again."""
+        """What leaves the context is kept by its reader, so it need not be recomputed."""
         for tensor in tree_leaves(outputs):
             recipe = self._recipe(tensor) if isinstance(tensor, torch.Tensor) else None
             if recipe is not None:
                 recipe.pin(tensor, self._outer)
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a function; note its output if it is one to make again."""
+        """Run a function; note its output if it is one to recompute."""
         with _unseen():
             begun = self._begun(func, args, kwargs)
         if begun is None:
@@ -215,7 +215,7 @@ class Recipes:
         rest = dict(kwargs)
         in_place = bool(rest.pop("inplace", False))
         if in_place and (self._recipe(first) is None or not _is_whole(first)):
-            return None  # what it overwrites could not be made again
+            return None  # what it overwrites could not be recomputed
         second = getattr(func, "cheap_to_run_again", tuple)(args)
         recipe = _Recipe(func, tuple(self._argument(a) for a in second), rest)
         device = first.device.type
@@ -264,7 +264,7 @@ class Recipes:
 
     def _number(self, tensor: torch.Tensor) -> int:
         """Of its storage. Addresses come again when a storage is gone, and choices that hang on
-        them would be others when the block runs again and less is freed."""
+        them would be others when the block is recomputed and less is freed."""
         key = _key(tensor)
         if key not in self._numbers:
 
@@ -286,8 +286,10 @@ class Recipes:
             del self._noted[_key(tensor)]
 
     def _argument(self, argument: Any) -> Any:
-        if not isinstance(argument, torch.Tensor) or argument.is_leaf:
+        if not isinstance(argument, torch.Tensor) or (argument.is_leaf and argument.requires_grad):
             return argument
+        if argument.is_leaf:  # a buffer: the block may write it in place
+            return _Kept(argument, None)
         recipe = self._recipe(argument)
         return _Kept(argument, self._outer) if recipe is None else _View(recipe, argument)
 

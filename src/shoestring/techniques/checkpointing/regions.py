@@ -3,14 +3,15 @@
 Regions are `torch.utils.checkpoint` without reentry: they nest, and running again stops as soon as
 the last tensor that backward reads is there, so an operation whose output nobody reads again does
 not run. Added here: BatchNorm's running statistics stay as the first pass left them
-(pytorch#96136), and a function that is marked `kept_for_second_pass` (statistics: small, and slow
+(pytorch#96136), what else the pass changes in its modules is put back while they are recomputed
+(`module_state`), and a function that is marked `kept_for_second_pass` (statistics: small, and slow
 to make) runs once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,15 +21,21 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ...torch_private.trees import tree_flatten, tree_unflatten
+from ...torch_private.trees import tree_flatten, tree_map, tree_unflatten
 from ..draws import observer
 from .caches import refuse_caches
+from .module_state import FirstPass, ModuleState
 
 
-def region(run: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Run now, keep only the tensors given, and run again when backward needs the inside."""
+def region(
+    run: Callable[..., Any], model: nn.Module, *args: Any, state: ModuleState | None = None
+) -> Any:
+    """Run now, keep only the tensors given, and recompute when backward needs the inside.
+
+    `state` is of the modules that run, by default all of the model's.
+    """
     kept: list[Any] = []
-    leaves, spec = tree_flatten((args, kwargs))
+    leaves, spec = tree_flatten(args)
     refuse_caches(leaves)
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     rest = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
@@ -37,16 +44,18 @@ def region(run: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any)
         filled = list(rest)
         for place, tensor in zip(places, tensors, strict=True):
             filled[place] = tensor
-        again_args, again_kwargs = tree_unflatten(filled, spec)
-        return run(*again_args, **again_kwargs)
+        return run(*tree_unflatten(filled, spec))
 
-    return checkpoint(
+    first = (state or ModuleState([model])).watch()
+    out = checkpoint(
         rebuilt,
         *(leaves[i] for i in places),
         use_reentrant=False,
         preserve_rng_state=_keeps_state(),
-        context_fn=lambda: (_keeping(kept), _again(model, kept)),
+        context_fn=lambda: (_keeping(kept), Again(model, kept, first)),
     )
+    first.done()
+    return out
 
 
 def _keeps_state() -> bool:
@@ -57,15 +66,44 @@ def _keeps_state() -> bool:
     return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
 
-class _again:
-    """The second pass: statistics stay, and who wants to know of it is told."""
+class Again:
+    """Recomputation: puts the model's state back and notifies the observer.
 
-    def __init__(self, model: nn.Module, kept: list[Any]) -> None:
-        self._model, self._kept = model, kept
+    PyTorch puts back the random streams; with `streams` it is done here.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        kept: Iterable[Any],
+        first: FirstPass,
+        streams: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self._model, self._kept, self.first, self._streams = model, kept, first, streams
+
+    @classmethod
+    def from_here(cls, model: nn.Module, state: ModuleState) -> Again:
+        """For what runs next, outside of a checkpoint."""
+        if not _keeps_state():
+            return cls(model, (), state.watch(), _not_captured)
+        devices = sorted({p.device.index for p in model.parameters() if p.is_cuda})
+        cpu, cuda = torch.get_rng_state(), [torch.cuda.get_rng_state(d) for d in devices]
+
+        @contextmanager
+        def streams() -> Iterator[None]:
+            with torch.random.fork_rng(devices):
+                torch.set_rng_state(cpu)
+                for device, held in zip(devices, cuda, strict=True):
+                    torch.cuda.set_rng_state(held, device)
+                yield
+
+        return cls(model, (), state.watch(), streams)
 
     def __enter__(self) -> None:
         known = observer()
         self._contexts = ExitStack()
+        self._contexts.enter_context(self._streams())
+        self._contexts.callback(self.first.rewind())
         self._contexts.enter_context(frozen_statistics(self._model, self._kept))
         if known is not None:
             self._contexts.enter_context(known.again())
@@ -74,6 +112,10 @@ class _again:
         contexts = self._contexts
         del self._contexts
         return bool(contexts.__exit__(*error))
+
+
+def _not_captured() -> AbstractContextManager[Any]:
+    raise RuntimeError("a block that runs twice in one forward pass cannot be captured")
 
 
 class _keeping(TorchFunctionMode):
@@ -110,7 +152,8 @@ class frozen_statistics(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if hasattr(func, "kept_for_second_pass"):
-            return next(self._kept)
+            known = next(self._kept, None)
+            return func(args[0], *tree_map(_stand_in, args[1:])) if known is None else known
         if func is torch.Tensor.add_ and _is_counter(args[0], self._model):
             return args[0]
         args, kwargs = without_statistics(func, args, kwargs)

@@ -15,7 +15,6 @@ from ...memory.device import device_timeline
 from ...memory.items import Item, leaves
 from ...memory.timeline import resident_bytes
 from ...memory.work import Work, work_of_passes
-from ...trace.blocks import runs_twice, writers
 from ...trace.graph import Role, Trace
 from ..base import Technique
 from ..offers import Conditions, Context, Scheduled
@@ -67,9 +66,6 @@ class BlockScheduler:
             if not found:
                 raise
         kept = found[0]
-        self._names: tuple[str, ...] = _NAMED
-        if not runs_twice(context.model, writers(kept)):
-            self._chain, self._names = None, _NAMED[:1]
         # Blocks that are wrapped have kernels of our own, which the plain step has not.
         if any(op.name.startswith("shoestring.") for op in kept.ops):
             self.kept, self._wrapped_differs = work_of_passes(kept), True
@@ -112,9 +108,6 @@ class BlockScheduler:
 
     def ways(self) -> Iterable[Technique]:
         """The report's strategies, and schedules along the front of the model's chain."""
-        if not runs_twice(self._context.model, self._context.writers):
-            yield self._by_name("no-bn")
-            return
         yield from map(self._by_name, _COUNTED)
         if self._chain is None:
             return
@@ -146,7 +139,7 @@ class BlockScheduler:
     @cached_property
     def _ways(self) -> list[_Way]:
         ways = [self._way(None, self._context.trace)]
-        for name in self._names:
+        for name in _NAMED:
             chosen = self._by_name(name)
             try:
                 trace = self._context.trace_step(Plan([chosen]), optimizer=None)

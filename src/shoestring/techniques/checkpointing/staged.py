@@ -39,6 +39,8 @@ class BlockWatch:
 
     def follow(self, model: nn.Module, recorder: Recorder) -> None:
         """Hook the blocks of the model that is about to run."""
+        for seen in (self.calls, self.outputs, self.follows, self.backward, self.gradient_bytes):
+            seen.clear()  # of a trace before, at another draw
         modules = dict(model.named_modules())
         last: list[weakref.ref[Any]] = []
 
@@ -46,6 +48,8 @@ class BlockWatch:
             began = [0]
 
             def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
+                if not recorder.recording:
+                    return
                 began[0] = len(recorder.ops)
                 if args and last and args[0] is last[-1]():
                     self.follows.add(block)
@@ -53,6 +57,8 @@ class BlockWatch:
                     self._on_gradient(recorder, -1, (args, kwargs))
 
             def leave(_: nn.Module, args: Any, out: Any) -> None:
+                if not recorder.recording:
+                    return
                 self.calls.append((block, began[0], len(recorder.ops)))
                 tensors = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
                 records = [recorder.storage_of(t) for t in tensors]
@@ -135,7 +141,7 @@ class StagedRun:
         return self._above(i, self.backward[i])
 
     def rerun_peak(self, i: int) -> int:
-        """Peak of a region that runs again, without the backward pass that follows."""
+        """Peak of a region that is recomputed, without the backward pass that follows."""
         ops = self.backward[i]
         run = [k for k in ops if self.trace.ops[k].phase is Phase.RECOMPUTE]
         return self._above(i, range(ops.start, run[-1] + 1) if run else ops)

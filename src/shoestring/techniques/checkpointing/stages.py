@@ -2,9 +2,9 @@
 
 The stages are the head (all before the first block), the blocks, and the tail (all after the last
 block, and the loss). A schedule says for each block whether it is kept, in whole or without what is
-cheap to make again, or made again as part of a region (`memory.items`): when backward reaches a
-region, it runs again as the schedule inside of it says. Running again stops at the last tensor that
-backward reads, so the end of a region costs less (`Option.again`).
+cheap to recompute, or recomputed as part of a region (`memory.items`): when backward reaches a
+region, it is recomputed as the schedule inside of it says. Recomputation stops at the last tensor
+that backward reads, so the end of a region costs less (`Option.again`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Option:
     again: Work
     """Running again as the last of a region: up to the last tensor that backward reads."""
     backward: Work
-    """With what a cheap leaf makes again."""
+    """With what a cheap leaf recomputes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Stage:
     pass_bytes: int = 0
     """Peak of a forward pass that keeps nothing."""
     gradient_bytes: int = 0
-    """Gradient of its output, there while a region that it ends runs again."""
+    """Gradient of its output, there while a region that it ends is recomputed."""
     parameter_gradient_bytes: int = 0
     """Gradients that its backward pass leaves behind."""
     joins: bool = True
@@ -100,11 +100,11 @@ class Schedule:
     peak_bytes: int
     """Of the whole step."""
     cost: float
-    """Of forward, backward and all that is made again."""
+    """Of forward, backward and all that is recomputed."""
     plain_cost: float
     """Of the step that keeps everything."""
     again: Work = field(repr=False, default_factory=Work)
-    """What is made again."""
+    """What is recomputed."""
 
     @property
     def extra_cost(self) -> float:

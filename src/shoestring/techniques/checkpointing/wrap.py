@@ -10,7 +10,7 @@ Example, blocks 1 to 3 in one region `[keep, cheap, keep]`:
     h = block1(x)      Pending: calls [(x)]                                 -
     h = block2(h)      Pending: calls [(x), ()]                             -
     h = block3(h)      ends the region: region(block1, block2, block3)(x)   x
-    loss.backward()    region runs again, inside its blocks as the items say
+    loss.backward()    region is recomputed, inside its blocks as the items say
 
 Anything else that reads a `Pending` output (`h + x`, `print(h)`) runs what is there of the region.
 Without gradients the blocks' own `forward` runs.
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -30,8 +31,9 @@ from torch import nn
 from ...memory.items import Item, leaves, part
 from ...torch_private.trees import tree_map
 from ..base import Run
+from .module_state import ModuleState
 from .recipes import Recipes
-from .regions import region
+from .regions import Again, region
 
 _CHEAP_MODULES = (
     nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.ReLU, nn.ReLU6, nn.LeakyReLU,
@@ -50,7 +52,7 @@ def without_cheap_outputs(model: nn.Module, run: Run) -> tuple[Run, bool]:
 
 
 def every_node(run: Run, size: int) -> Run:
-    """The run with the inputs of every `size`-th function kept, the others made again."""
+    """The run with the inputs of every `size`-th function kept, the others recomputed."""
 
     def in_parts(batch: Any) -> torch.Tensor:
         with Recipes(every=size):
@@ -64,11 +66,12 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class _Region:
-    """Blocks that run again together, and the schedule they follow when they do."""
+    """Blocks that are recomputed together, and the schedule they follow when they do."""
 
     def __init__(self, model: nn.Module, blocks: list[nn.Module], items: tuple[Item, ...]) -> None:
-        self._model, self._items, self._blocks = model, items, blocks
+        self.model, self._items, self._blocks = model, items, blocks
         self._forwards = [block.forward for block in blocks]
+        self._states: dict[tuple[int, int], ModuleState] = {}
 
     def ends_at(self, position: int) -> bool:
         """After the last block, and around one with backward hooks: they need real tensors."""
@@ -79,6 +82,17 @@ class _Region:
         """The blocks from `start` on, as many as there are calls."""
         items = part(self._items, start, start + len(calls))
         return self._nested(items, start)(*calls)
+
+    def run_first(
+        self, start: int, calls: list[Call]
+    ) -> tuple[Any, Callable[[], AbstractContextManager[Any]] | None]:
+        """The same, and how to run them so again where there are several."""
+        if len(calls) == 1:
+            return self.run(start, calls), None
+        again = Again.from_here(self.model, self._state(start, start + len(calls)))
+        value = self.run(start, calls)
+        again.first.done()
+        return value, lambda: again
 
     def _nested(self, items: tuple[Item, ...], start: int) -> Callable[..., Any]:
         def inside(*calls: Call) -> Any:
@@ -96,7 +110,14 @@ class _Region:
                 at = after
             return value
 
-        return lambda *calls: region(inside, self._model, *calls)
+        return lambda *calls: region(
+            inside, self.model, *calls, state=self._state(start, start + len(calls))
+        )
+
+    def _state(self, start: int, stop: int) -> ModuleState:
+        if (start, stop) not in self._states:
+            self._states[start, stop] = ModuleState(self._blocks[start:stop])
+        return self._states[start, stop]
 
 
 def leaf(forward: Callable[..., Any], option: str) -> Callable[..., Any]:
@@ -115,35 +136,73 @@ def _deferred(forward: Callable[..., Any], wide: bool, *args: Any, **kwargs: Any
 
 
 class Pending:
-    """The output of a block whose region is not complete; it runs when it is, or when read."""
+    """The output of a block whose region is not complete; it runs when it is, or when read.
+
+        a = block0(x)     Pending: start 0, calls [x]
+        b = block1(a)     Pending: start 0, calls [x, ()], ends the region: both blocks run
+        a.sum()           a is read after all: block0 runs again, as it ran the first time
+
+    Only the block that stands next in the region continues it. The model may call others, or the
+    same ones in another order: each then starts a region of its own.
+    """
 
     def __init__(self, region_: _Region, start: int, calls: list[Call]) -> None:
         self._region, self._start, self._calls = region_, start, calls
         self._value: Any = None
         self._done = False
-        self._followed = False
+        self._followers: list[Pending] = []
+        self._alike: Callable[[], AbstractContextManager[Any]] | None = None
+        """Once it ran: the context in which the same blocks run as they did then."""
+
+    def leads_to(self, region_: _Region, position: int) -> bool:
+        """Whether this is what the block at a position of a region comes after."""
+        return self._region is region_ and self._start + len(self._calls) == position
 
     def followed_by(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pending:
         """The same and one block more; a value that is there already is where it starts."""
-        self._followed = True
         if self._done:
             after = self._start + len(self._calls)
             return Pending(self._region, after, [((self._value, *args), kwargs)])
-        return Pending(self._region, self._start, [*self._calls, (args, kwargs)])
+        made = Pending(self._region, self._start, [*self._calls, (args, kwargs)])
+        self._followers.append(made)
+        return made
 
     def value(self) -> Any:
         """Run the blocks as one region, once."""
-        if not self._done:
-            if self._followed:
-                warnings.warn(
-                    "a block's output is read by more than the next block of its group, so the "
-                    "block runs twice; a region of its own (residual-1) keeps it",
-                    RuntimeWarning,
-                    stacklevel=3,
-                )
-            self._value = self._region.run(self._start, self._calls)
-            self._done = True
+        if self._done:
+            return self._value
+        ran = next((f._ran() for f in self._followers if f._ran() is not None), None)
+        if ran is None:
+            self._value, self._alike = self._region.run_first(self._start, self._calls)
+        else:
+            warnings.warn(
+                "a block's output is read by more than the next block of its group, so the "
+                "block runs twice; a region of its own (residual-1) keeps it",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+            with ran():
+                self._value = self._region.run(self._start, self._calls)
+        self._done = True
+        for follower in self._followers:
+            follower._start_after(self)
         return self._value
+
+    def _ran(self) -> Callable[[], AbstractContextManager[Any]] | None:
+        """If the same calls ran with more behind them: how they can run alike."""
+        found = (follower._ran() for follower in self._followers)
+        return self._alike or next((alike for alike in found if alike is not None), None)
+
+    def _start_after(self, before: Pending) -> None:
+        """What comes next does not run again what is there now."""
+        if self._done:
+            return
+        skipped = len(before._calls)
+        (args, kwargs), *rest = self._calls[skipped:]
+        self._calls = [((before._value, *args), kwargs), *rest]
+        self._start += skipped
+        for follower in self._followers:
+            follower._start_after(before)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.value(), name)
@@ -153,10 +212,7 @@ class Pending:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        def real(leaf: Any) -> Any:
-            return leaf.value() if isinstance(leaf, Pending) else leaf
-
-        args, kwargs = tree_map(real, (args, kwargs or {}))
+        args, kwargs = _real((args, kwargs or {}))
         return func(*args, **kwargs)
 
 
@@ -231,10 +287,11 @@ def _stack(path: str, modules: dict[str, nn.Module]) -> str:
 
 def _member(held: _Region, position: int, *args: Any, **kwargs: Any) -> Any:
     """The forward of one block of a region."""
-    if position and args and isinstance(args[0], Pending):
-        pending = args[0].followed_by(args[1:], kwargs)
+    before = args[0] if args else None
+    if isinstance(before, Pending) and before.leads_to(held, position):
+        pending = before.followed_by(_real(args[1:]), _real(kwargs))
     else:
-        pending = Pending(held, position, [(_real(args), kwargs)])
+        pending = Pending(held, position, [(_real(args), _real(kwargs))])
     return pending.value() if held.ends_at(position) else pending
 
 
@@ -251,8 +308,9 @@ def _either(
 ) -> Any:
     if torch.is_grad_enabled():
         return training(*args, **kwargs)
-    return plain(*_real(args), **kwargs)
+    return plain(*_real(args), **_real(kwargs))
 
 
-def _real(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(a.value() if isinstance(a, Pending) else a for a in args)
+def _real(given: Any) -> Any:
+    """With values in place of pending outputs, however they are nested."""
+    return tree_map(lambda leaf: leaf.value() if isinstance(leaf, Pending) else leaf, given)

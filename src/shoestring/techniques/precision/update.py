@@ -1,6 +1,6 @@
 """The optimizer's own arithmetic in FP32, on one block at a time; storage in 16 bits.
 
-Each block of parameters, gradients and state is copied to FP32, unscaled, given to a twin of the
+Each block of parameters, gradients and state is copied to FP32, unscaled, given to a copy of the
 user's optimizer that holds this block alone, and written back. So weight decay, Nesterov's
 momentum or AMSGrad are PyTorch's, settings are read from `param_groups` at every step, and the
 state is in `optimizer.state`. On CUDA, SGD and Adam need no copies: SGD's fused kernel computes in
@@ -43,8 +43,8 @@ from ..optimizers import ELEMENTWISE
 from .blocks import Piece, Rows, UpdateBlock, block_elements, blocks, cut, gather
 from .convert import cast
 from .moments import SUFFIX, MomentStorage, is_moment, write
+from .reference_copy import fused_sgd, reference_copy, single
 from .scaling import LossScale
-from .twin import fused_sgd, make_twin, single
 
 Gradients = list[tuple[dict[str, Any], torch.Tensor]]
 
@@ -70,7 +70,7 @@ class NarrowUpdate:
         held = [p for group in optimizer.param_groups for p in group["params"]]
         self._elements = block_elements(sum(p.numel() for p in held))
         self._elementwise = type(optimizer) in ELEMENTWISE
-        self._twin = make_twin(optimizer)
+        self._reference = reference_copy(optimizer)
 
     @torch.no_grad()
     def __call__(self) -> None:
@@ -190,11 +190,11 @@ class NarrowUpdate:
         for view, part in zip(wide.views, gradient.views, strict=True):
             view.grad = part
         settings = {**block.group, **single(self._optimizer, block.group, wide.whole)}
-        self._twin.param_groups = [{**settings, "params": wide.views}]
-        self._twin.state = defaultdict(dict, zip(wide.views, given, strict=True))
-        self._twin.step()
-        made = [self._twin.state.pop(view) for view in wide.views]
-        self._twin.param_groups = []  # it would keep the copies alive until the next update
+        self._reference.param_groups = [{**settings, "params": wide.views}]
+        self._reference.state = defaultdict(dict, zip(wide.views, given, strict=True))
+        self._reference.step()
+        made = [self._reference.state.pop(view) for view in wide.views]
+        self._reference.param_groups = []  # it would keep the copies alive until the next update
         write(narrow, wide, self._noise, skip)
         return made
 
@@ -261,17 +261,23 @@ class NarrowUpdate:
         original = dict(optimizer.state)
         for parameter, state in original.items():
             optimizer.state[parameter] = self._stored(parameter, state)
-        handle = optimizer.register_load_state_dict_pre_hook(self._loading)
+        handles = (
+            optimizer.register_load_state_dict_pre_hook(self._loading),
+            optimizer.register_state_dict_post_hook(_marked),
+        )
 
         def undo() -> None:
-            handle.remove()
+            for handle in handles:
+                handle.remove()
             optimizer.state.clear()
             optimizer.state.update(original)
 
         return undo
 
     def _loading(self, optimizer: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
-        names = [name for group in loaded["param_groups"] for name in group["params"]]
+        groups = [group for group in loaded["param_groups"] if _MARK not in group]
+        loaded = {**loaded, "param_groups": groups}
+        names = [name for group in groups for name in group["params"]]
         held = [p for group in optimizer.param_groups for p in group["params"]]
         parameters = dict(zip(names, held, strict=False))
         state = {
@@ -303,6 +309,20 @@ class NarrowUpdate:
                     wide = gather([value[part]], torch.float32)
                     self._storage.write(block, [made], key, wide, None)
         return made
+
+
+_MARK = "moments_in_16_bits"
+
+
+def _marked(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """A state with exponents beside its moments, with one group more than there is.
+
+    A plain optimizer would take it for its own, without the exponents, and train on wrong moments;
+    so it says that the number of groups differs. Ours takes the group away.
+    """
+    if not any(SUFFIX in key for held in state["state"].values() for key in held):
+        return state
+    return {**state, "param_groups": [*state["param_groups"], {"params": [], _MARK: True}]}
 
 
 def kernels_know(optimizer: Optimizer) -> bool:

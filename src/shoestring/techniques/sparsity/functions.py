@@ -51,7 +51,7 @@ def _gathered(weight: SparseTensor, gradient: torch.Tensor, like: torch.Tensor) 
 class _PackedFirst(torch.autograd.Function):
     """A function that gives what it saves to the saved-tensor hooks in force before it runs.
 
-    PyTorch packs what a Python function saves once its forward is over. A region that runs again
+    PyTorch packs what a Python function saves once its forward is over. A region that is recomputed
     ends at the last tensor it packs, so it would make the dense weight and the product for nothing.
     """
 
@@ -95,7 +95,7 @@ class Linear(_PackedFirst):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Gradient, ...]:
-        """Input by the weight made again, values by gathering, bias by adding."""
+        """Input by the weight recomputed, values by gathering, bias by adding."""
         weight = _unchanged(ctx)
         x, values = ctx.saved_tensors
         grad_x = grad_values = grad_bias = None

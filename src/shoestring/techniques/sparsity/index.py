@@ -105,6 +105,30 @@ def decode(index: torch.Tensor, shape: Sequence[int], nonzeros: int) -> torch.Te
     return mask
 
 
+def is_sound(index: torch.Tensor, shape: Sequence[int], nonzeros: int) -> bool:
+    """Whether an index that may come from anywhere has so many nonzeros, all within the tensor.
+
+    Kernels do not look: a wrong one would read and write elsewhere.
+    """
+    if index.dtype is not torch.uint8 or index.dim() != 1:
+        return False
+    if index.numel() != index_bytes(shape, nonzeros):
+        return False
+    rows, columns = _rows_columns(shape)
+    if is_bitmask(index, shape):
+        bits = _unpack(index)
+        inside = int(bits[: rows * columns].sum())
+        return inside == nonzeros and not bool(bits[rows * columns :].any())
+    pointers = _aligned(index[: 4 * (rows + 1)]).view(torch.int32)
+    if int(pointers[0]) or int(pointers[-1]) != nonzeros or bool((pointers.diff() < 0).any()):
+        return False
+    places = _positions(index, shape, nonzeros)
+    row = torch.repeat_interleave(torch.arange(rows, device=index.device), pointers.diff())
+    return bool(((places >= row * columns) & (places < (row + 1) * columns)).all()) and bool(
+        (places.diff() > 0).all()
+    )
+
+
 def _chunks(index: torch.Tensor, numel: int) -> Iterator[tuple[slice, torch.Tensor]]:
     size = CHUNK if index.device.type == "cpu" else -(-numel // 8) * 8
     for start in passes(range(0, numel, size)):

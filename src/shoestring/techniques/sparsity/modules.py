@@ -196,7 +196,7 @@ class _Sparse(nn.Module):
             index = state_dict.get(f"{prefix}{name}_index")
             if values is None or index is None:
                 continue
-            if values.dim() != 1 or not _fits(values.numel(), index, tensor.shape):
+            if values.dim() != 1 or not plain.is_sound(index, tensor.shape, values.numel()):
                 errors.append(f"{tensor.name}: values and index of another tensor")
                 return
             if values.numel() != tensor.nonzeros or index.shape != tensor.index.shape:
@@ -214,10 +214,3 @@ class _Sparse(nn.Module):
                 tensor.index.data = loaded.detach()  # assign=True brought a tensor of its own
             tensor.changed()
         self._adopt()
-
-
-def _fits(nonzeros: int, index: torch.Tensor, shape: torch.Size) -> bool:
-    if index.dtype is not torch.uint8 or index.numel() != plain.index_bytes(shape, nonzeros):
-        return False
-    mask = plain.decode(index, shape, nonzeros) if plain.is_bitmask(index, shape) else None
-    return mask is None or int(mask.sum()) == nonzeros

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ...errors import InputError
 from . import index as plain
 from .tensor import SparseTensor, random_positions
 
@@ -146,6 +147,20 @@ class Rewiring:
             "rewirings": self.rewirings,
             "rewired": self.rewired,
         }
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        """InputError for a state with more or fewer nonzeros: it is of another density.
+
+        Rewiring moves them from tensor to tensor; how many there are in all never changes.
+        """
+        names = [f"{tensor.name}_values" for tensor in self.tensors]
+        held = sum(state["model"][name].numel() for name in names if name in state["model"])
+        own = sum(tensor.nonzeros for tensor in self.tensors)
+        if held != own and all(name in state["model"] for name in names):
+            raise InputError(
+                f"the state has {held:,} nonzeros, the step {own:,}: it has another density",
+                hint="apply the plan it was saved under",
+            )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there."""

@@ -27,6 +27,7 @@ from ...trace.capture import Loss
 from ...trace.fakes import is_fake
 from ...trace.split import cut, examples_of
 from ...trace.streams import kept_streams, rewound_streams
+from ...trace.untouched import Untouched, hooks_of
 from ...trace.wide import staying_wide, wide_batch, wide_model
 from ..base import Setup
 from . import SplitFound
@@ -90,7 +91,10 @@ def find_units(model: nn.Module, batch: Any, loss: Loss, *, light: bool = False)
         return SplitFound(EXAMPLES, None, f"not cut: {error.message}")
     if examples is None or examples < 2:
         return SplitFound(AUTO, None, assumed.format("a batch of one example has no parts"))
-    with warnings.catch_warnings(), rewound_streams():
+    untouched = Untouched(
+        [loss, *hooks_of(model)], []
+    )  # other networks that the loss trains or moves
+    with warnings.catch_warnings(), rewound_streams(), untouched:
         warnings.simplefilter("ignore")
         size = sum(p.numel() * max(p.element_size(), 8) for p in model.parameters())
         few, wide = cut(batch, 0, EXAMPLES_TRIED), size <= WIDE_BYTES

@@ -11,18 +11,18 @@ from torch.optim import Adam, AdamW, Optimizer
 from ...torch_private.kernels import fused_sgd_
 
 
-def make_twin(optimizer: Optimizer) -> Optimizer:
+def reference_copy(optimizer: Optimizer) -> Optimizer:
     """An optimizer of the same class and attributes, whose parameters and state are set later."""
-    twin: Optimizer = object.__new__(type(optimizer))
-    twin.__dict__.update(optimizer.__dict__)
-    twin.__dict__.pop("step", None)  # a learning-rate scheduler binds it to the original
-    twin._optimizer_step_pre_hooks = OrderedDict()
-    twin._optimizer_step_post_hooks = OrderedDict()
-    return twin
+    copy: Optimizer = object.__new__(type(optimizer))
+    copy.__dict__.update(optimizer.__dict__)
+    copy.__dict__.pop("step", None)  # a learning-rate scheduler binds it to the original
+    copy._optimizer_step_pre_hooks = OrderedDict()
+    copy._optimizer_step_post_hooks = OrderedDict()
+    return copy
 
 
 def single(optimizer: Optimizer, group: dict[str, Any], tensor: torch.Tensor) -> dict[str, Any]:
-    """Settings under which the twin reads no value of a tensor on the host."""
+    """Settings under which the reference copy reads no value of a tensor on the host."""
     chosen: dict[str, Any] = {}
     fused = isinstance(optimizer, (Adam, AdamW))
     if "foreach" in group:

@@ -1,0 +1,105 @@
+"""What a module holds beside its parameters: buffers, attributes, and what lists and dicts hold.
+
+Forward passes change some of it, by assignment (`self.mean = …`, `self.calls += 1`) or in place
+(`self.seen.append(…)`), which no operation on a tensor shows.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+_OWN = frozenset({"_parameters", "_modules", "_buffers", "forward"})
+CONTAINERS = (list, dict, set, deque, bytearray)
+_BUFFER = "_buffers."
+Held = dict[str, tuple[Any, Any]]
+"""Name → the object, and a copy of it if it is a container."""
+
+
+def held_by(module: nn.Module) -> Held:
+    """Attributes and buffers by name; nothing is copied but containers, one level deep."""
+    found = {name: value for name, value in module.__dict__.items() if name not in _OWN}
+    found |= {_BUFFER + name: buffer for name, buffer in module._buffers.items()}
+    return {
+        name: (value, copy.copy(value) if isinstance(value, CONTAINERS) else None)
+        for name, value in found.items()
+    }
+
+
+def differ(before: Held, after: Held) -> bool:
+    """Whether anything is another object, or a container holds others."""
+    return before.keys() != after.keys() or any(
+        value is not after[name][0] or not _alike(content, after[name][1])
+        for name, (value, content) in before.items()
+    )
+
+
+def put_back(module: nn.Module, held: Held) -> None:
+    """Make the module hold what it did."""
+    for name in held_by(module).keys() - held.keys():
+        if name.startswith(_BUFFER):
+            del module._buffers[name.removeprefix(_BUFFER)]
+        else:
+            del module.__dict__[name]
+    for name, (value, content) in held.items():
+        if content is not None:
+            refill(value, content)
+        if name.startswith(_BUFFER):
+            module._buffers[name.removeprefix(_BUFFER)] = value
+        else:
+            module.__dict__[name] = value
+
+
+def moved_modules(model: nn.Module, before: Iterable[Held]) -> frozenset[str]:
+    """Paths of modules whose buffers were assigned, or whose counters and lists changed.
+
+    A tensor in an attribute that is no buffer is a result of the pass, not a state.
+    """
+    pairs = zip(model.named_modules(), before, strict=True)
+    return frozenset(path for (path, module), held in pairs if _moved(held, held_by(module)))
+
+
+def _moved(before: Held, after: Held) -> bool:
+    for name in before.keys() | after.keys():
+        old, old_content = before.get(name, (None, None))
+        new, new_content = after.get(name, (None, None))
+        if name.startswith(_BUFFER):
+            if old is not new:
+                return True
+        elif not isinstance(old, torch.Tensor) and not isinstance(new, torch.Tensor):
+            plain = isinstance(old, _PLAIN) or isinstance(new, _PLAIN)
+            if (plain and old != new) or (old is new and not _alike(old_content, new_content)):
+                return True
+    return False
+
+
+_PLAIN = (bool, int, float, complex, str)
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """The same objects in two copies of a container; they may be tensors, which compare oddly."""
+    if one is None:
+        return True
+    if len(one) != len(other):
+        return False
+    if isinstance(one, dict):
+        return all(key in other and other[key] is value for key, value in one.items())
+    if isinstance(one, set):
+        return bool(one == other)
+    return all(a is b for a, b in zip(one, other, strict=True))
+
+
+def refill(container: Any, content: Any) -> None:
+    """Make a container hold what a copy of it does."""
+    if _alike(container, content):
+        return
+    container.clear()
+    if isinstance(container, (dict, set)):
+        container.update(content)
+    else:
+        container.extend(content)

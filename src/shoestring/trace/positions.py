@@ -1,0 +1,47 @@
+"""Tensors of a batch that hold positions of its own rows: pairs, edges, permutations.
+
+Cut with the batch they would point at rows of another part, or past its end. How a tensor is used
+shows what it is: the trace says which of them index the first dimension of something that has as
+many rows as the batch. Labels and tokens never do.
+"""
+
+from __future__ import annotations
+
+from .graph import Op, Role, Trace
+
+_FIRST = frozenset(
+    "index_select index_add index_copy index_fill gather scatter scatter_add scatter_reduce".split()
+)
+"""With a `dim`, and the positions in `index`."""
+_LISTS = frozenset("index index_put _index_put_impl _unsafe_index".split())
+"""With a tensor of positions for each dimension in `indices`."""
+
+
+def index_like(trace: Trace, examples: int) -> list[int]:
+    """Numbers of the batch's tensors that index rows of the batch."""
+    source = {value: {number} for number, value in enumerate(trace.inputs)}
+    found: set[int] = set()
+    for op in trace.forward_ops:
+        reads = [number for _, spec in op.inputs for number in source.get(spec.value, ())]
+        if not reads:
+            continue
+        for name, spec in op.inputs:
+            if spec.value in source and _indexes_rows(trace, op, name, examples):
+                found |= source[spec.value]
+        for spec in op.outputs:
+            if not spec.dtype.is_floating_point:
+                source.setdefault(spec.value, set()).update(reads)
+    return sorted(found)
+
+
+def _indexes_rows(trace: Trace, op: Op, name: str, examples: int) -> bool:
+    plain = op.name.partition(".")[2].rstrip("_")
+    rows = dict(op.inputs).get("self")
+    if rows is None or not rows.shape or rows.shape[0] != examples:
+        return False
+    if trace.storages[trace.values[rows.value].storage].role is Role.MODEL:
+        return False  # a table of parameters that happens to be as long
+    if plain in _FIRST and name == "index":
+        dim = dict(op.settings).get("dim", 0)
+        return dim in (0, -len(rows.shape))
+    return plain in _LISTS and name == "indices.0"

@@ -1,0 +1,217 @@
+"""Nothing of the user's changes: what a trial step touches beside copies is put back after it.
+
+A step may touch more than the model and the optimizer it is given. The loss may call another
+network (a discriminator, a teacher, a moving average), step its optimizer, count its calls; a hook
+may append to a list. Two contexts cover that:
+
+`Bystanders`  Python's side: attributes of modules, state of optimizers, what the loss and hooks
+              refer to. Enough on fake tensors, which write nothing.
+`Untouched`   the same, and memory: the first write to a storage that was there before is preceded
+              by a copy of it. For steps on real tensors.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ..torch_private.dispatch import TorchDispatchMode, without_modes
+from ..torch_private.fake_tensors import FakeTensor
+from ..torch_private.trees import tree_leaves
+from .attributes import held_by, put_back
+from .fakes import same_random_streams
+from .reached import Reached
+
+_RUNNING = ("running_mean", "running_var")
+"""Arguments that normalizations write, though their schemas do not say so."""
+
+
+class Bystanders:
+    """Modules that are called and optimizers that step inside, and what the functions refer to."""
+
+    def __init__(
+        self, functions: Iterable[Callable[..., Any]], ours: Iterable[nn.Module] = ()
+    ) -> None:
+        models = list(ours)
+        self._reached = Reached(functions)
+        self._ours = {id(module) for model in models for module in model.modules()}
+        self._trained = {id(p) for model in models for p in model.parameters()}
+        self._modules: dict[int, tuple[nn.Module, Any]] = {}
+        self._optimizers: dict[int, tuple[Any, Any]] = {}
+
+    def __enter__(self) -> Bystanders:
+        self._handles = [
+            register_module_forward_pre_hook(self._called),
+            register_optimizer_step_pre_hook(self._stepped),
+        ]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self.restore()
+
+    def restore(self) -> None:
+        """Put everything back; may be called again."""
+        for module, held in self._modules.values():
+            put_back(module, held)
+        for optimizer, held in self._optimizers.values():
+            _put_back_optimizer(optimizer, held)
+        self._reached.restore()
+
+    def _called(self, module: nn.Module, _: Any) -> None:
+        if id(module) not in self._ours and id(module) not in self._modules:
+            self._modules[id(module)] = module, held_by(module)
+
+    def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if id(optimizer) in self._optimizers:
+            return
+        first = next((p for group in optimizer.param_groups for p in group["params"]), None)
+        if not isinstance(first, FakeTensor) and id(first) not in self._trained:
+            self._optimizers[id(optimizer)] = optimizer, _held_by_optimizer(optimizer)
+
+
+def _held_by_optimizer(optimizer: Any) -> Any:
+    state = {owner: (held, dict(held)) for owner, held in optimizer.state.items()}
+    groups = [(group, dict(group)) for group in optimizer.param_groups]
+    return dict(optimizer.__dict__), state, groups
+
+
+def _put_back_optimizer(optimizer: Any, held: Any) -> None:
+    attributes, state, groups = held
+    optimizer.__dict__.clear()
+    optimizer.__dict__.update(attributes)
+    optimizer.state.clear()
+    for owner, (entries, content) in state.items():
+        entries.clear()
+        entries.update(content)
+        optimizer.state[owner] = entries
+    for group, content in groups:
+        group.clear()
+        group.update(content)
+
+
+class Untouched(TorchDispatchMode):
+    """Copies what is there before it is written, and puts it back on leaving.
+
+    `ours` are models and tensors of the trial itself, which may change.
+    """
+
+    def __init__(
+        self, functions: Iterable[Callable[..., Any]], ours: Iterable[nn.Module] = ()
+    ) -> None:
+        super().__init__()
+        models = list(ours)
+        self._bystanders = Bystanders(functions, models)
+        tensors = [t for model in models for t in (*model.parameters(), *model.buffers())]
+        self._known: dict[int, Any] = {}
+        """Storages made inside, and ours."""
+        for tensor in tensors:
+            self._note(tensor)
+        self._copies: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        self._gradients: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+
+    def __enter__(self) -> Untouched:
+        self._bystanders.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.restore()
+        self._bystanders.__exit__(*error)
+
+    def restore(self) -> None:
+        """Put everything back; may be called again."""
+        for leaf, gradient in self._gradients.values():
+            leaf.grad = gradient
+        for storage, held in self._copies.values():
+            storage.copy_(held)
+        self._bystanders.restore()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.is_leaf:
+                self._look_at(leaf)
+        for tensor in _written(func, args, kwargs):
+            self._save(tensor)
+        out = func(*args, **kwargs)
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                self._made(leaf, args, kwargs)
+        return out
+
+    def _look_at(self, leaf: torch.Tensor) -> None:
+        key = _key(leaf)
+        if key is not None and key not in self._known and id(leaf) not in self._gradients:
+            self._gradients[id(leaf)] = leaf, leaf.grad
+
+    def _save(self, tensor: torch.Tensor) -> None:
+        key = _key(tensor)
+        if key is None or key in self._known or key in self._copies:
+            return
+        storage = tensor.untyped_storage()
+        with without_modes():  # on the host: the trial may be measured
+            self._copies[key] = storage, storage.cpu() if tensor.is_cuda else storage.clone()
+
+    def _made(self, tensor: torch.Tensor, args: Any, kwargs: Any) -> None:
+        key = _key(tensor)
+        if key is None or key in self._known or key in self._copies:
+            return
+        given = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+        if all(_key(leaf) != key for leaf in given):
+            self._note(tensor)
+
+    def _note(self, tensor: torch.Tensor) -> None:
+        key = _key(tensor)
+        if key is None:
+            return
+        known = self._known
+
+        def gone(_: Any) -> None:
+            known.pop(key, None)
+
+        known[key] = weakref.ref(tensor.untyped_storage(), gone)
+
+
+def _key(tensor: torch.Tensor) -> int | None:
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):  # no storage of its own
+        return None
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    normalizes = "batch_norm" in func._opname
+    for position, argument in enumerate(func._schema.arguments):
+        given = args[position] if position < len(args) else kwargs.get(argument.name)
+        writes = argument.alias_info is not None and argument.alias_info.is_write
+        if writes or (normalizes and argument.name in _RUNNING):
+            yield from (leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor))
+
+
+def hooks_of(model: nn.Module) -> list[Callable[..., Any]]:
+    """The functions that are called beside the forward passes of a model."""
+    return [
+        hook
+        for module in model.modules()
+        for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
+        for hook in getattr(module, name, {}).values()
+    ]
+
+
+@contextmanager
+def nothing_changes(model: nn.Module, loss: Callable[..., Any]) -> Iterator[None]:
+    """Around a step on fake tensors, of a fake copy of the model."""
+    with same_random_streams(), Bystanders([loss, *hooks_of(model)]):
+        yield

@@ -1,0 +1,164 @@
+"""Models that read values are traced from what a real forward pass read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import shoestring as ss
+from shoestring.errors import TraceError
+from shoestring.techniques import Checkpointing
+from shoestring.trace.capture import capture
+
+
+class Packed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.out = nn.Embedding(50, 16), nn.Linear(16, 3)
+        self.lstm = nn.LSTM(16, 16, 2, batch_first=True)
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(
+            self.embed(x), lengths, batch_first=True, enforce_sorted=False
+        )
+        out, (last, _) = self.lstm(packed)
+        padded, _ = nn.utils.rnn.pad_packed_sequence(out, batch_first=True)
+        return self.out(last[-1]) + self.out(padded.mean(1))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.relu(self.linear(x))
+
+
+class EarlyExit(nn.Module):
+    """Whether it goes on is decided by what it has computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            x = layer(x)
+            if number >= 3 and x.abs().mean().item() > 0.0:
+                break
+        return x
+
+
+class Experts(nn.Module):
+    """Each row goes to the expert that a router picks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(16, 4), nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chance = self.router(x).softmax(-1)
+        best, out = chance.argmax(-1), torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows = (best == number).nonzero()[:, 0]
+            if len(rows):
+                out = out.index_add(0, rows, expert(x[rows]) * chance[rows, number, None])
+        return out
+
+
+class Masking(nn.Module):
+    """Writes through a mask of what it computed, and reads through one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.fill = nn.Linear(16, 16), nn.Parameter(torch.zeros(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x).clone()
+        hidden[hidden.detach().sum(-1) > 0] = self.fill
+        kept = hidden[hidden.detach().sum(-1) <= 0]
+        return F.pad(kept, (0, 0, 0, len(x) - len(kept)))
+
+
+class Graph(nn.Module):
+    """Attention over edges, without those from a node to itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.source, self.target = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
+        source, target = edges[:, edges[0] != edges[1]]
+        message = F.leaky_relu(self.source(x)[source] + self.target(x)[target])
+        count = int(target.max()) + 1
+        return torch.zeros(max(count, len(x)), 16).index_add(0, target, message)
+
+
+def matched(model: nn.Module, batch: Any) -> torch.Tensor:
+    """The targets in the order of what they are closest to, by NumPy."""
+    out = model(batch)
+    order = torch.as_tensor(out.detach().sum(-1).numpy().argsort().copy())
+    ranks = torch.tensor(out.detach()[:3].sum(-1).tolist())
+    return F.mse_loss(out, batch[order]) + 0 * ranks.sum()
+
+
+def square(model: nn.Module, batch: Any) -> torch.Tensor:
+    return (
+        model(*batch).square().mean() if isinstance(batch, tuple) else model(batch).square().mean()
+    )
+
+
+ROWS = torch.randn(32, 16)
+CASES: dict[str, tuple[Any, Any, Any]] = {
+    "packed": (
+        Packed,
+        (torch.randint(50, (8, 12)), torch.tensor([12, 9, 12, 3, 5, 7, 1, 12])),
+        square,
+    ),
+    "early exit": (EarlyExit, ROWS, square),
+    "experts": (Experts, ROWS, square),
+    "masks": (Masking, ROWS, square),
+    "graph": (Graph, (torch.randn(20, 16), torch.randint(20, (2, 60))), square),
+    "matching": (Block, ROWS, matched),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_predicted_is_measured(name: str) -> None:
+    torch.manual_seed(0)
+    build, batch, loss = CASES[name]
+    model = build()
+    given: dict[str, Any] = {"loss": loss, "optimizer": torch.optim.SGD(model.parameters(), 1e-6)}
+    predicted = ss.profile(model, batch, accounting="device", **given).peak_bytes
+    assert predicted == ss.measure(model, batch, **given).peak_bytes
+    assert ss.profile(model, batch, accounting="device", device="cuda", **given).peak_bytes > 0
+    assert ss.verify([Checkpointing("every-2")], model, [batch], steps=1, **given).ok
+
+
+def test_recomputed_blocks_are_answered_again() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Experts() for _ in range(4)))
+    given: dict[str, Any] = {"loss": square, "optimizer": torch.optim.SGD(model.parameters(), 1e-6)}
+    found = ss.verify([Checkpointing("residual-2")], model, [ROWS], steps=1, **given)
+    assert found.ok and found.peak_ok
+
+
+def test_without_values_the_line_is_named() -> None:
+    with torch.device("meta"):
+        model = EarlyExit()
+    with pytest.raises(TraceError, match=r"reads the value .* at test_answers\.py:\d+") as failed:
+        capture(model, torch.randn(4, 16, device="meta"), loss=square)
+    assert failed.value.hint is not None and "a model with weights" in failed.value.hint
+
+
+def test_fit_of_a_model_that_reads_values() -> None:
+    torch.manual_seed(0)
+    model = EarlyExit()
+    given: dict[str, Any] = {"loss": square, "optimizer": torch.optim.SGD(model.parameters(), 1e-6)}
+    step = ss.fit(model, ROWS, budget="1 MB", **given)
+    assert step(ROWS).isfinite()
