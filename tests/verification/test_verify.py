@@ -240,7 +240,7 @@ def test_a_model_that_cannot_be_traced_is_compared_all_the_same() -> None:
         optimizer=optimizer,
     )
     assert found.ok and found["gradients"].found is Level.ROUNDING
-    assert found.predicted_peak_bytes is None and "not predicted" in str(found)
+    assert found.predicted_peak_bytes is not None  # its values are real where it asks for them
 
 
 @pytest.mark.slow
