@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := test
-.PHONY: setup demo test test-all lint types layers check bench clean
+.PHONY: setup demo test test-all chaos lint types layers check bench clean
 
 setup: $(STAMP)
 
@@ -19,6 +19,18 @@ test: $(STAMP)
 
 test-all: $(STAMP)
 	$(BIN)/python -m pytest -n 2
+
+# Kills, crash points, damaged and hostile files, full disks: counts at the end (docs/reliability.md).
+# HANG_SECONDS=300 on a machine that others use as well.
+KILLS ?= 100
+FUZZ ?= 5000
+CALLS ?= 100
+POINTS ?= 40
+DISKS ?= 5
+SIGNALS ?= 10
+chaos: $(STAMP)
+	KILLS=$(KILLS) FUZZ=$(FUZZ) CALLS=$(CALLS) POINTS=$(POINTS) DISKS=$(DISKS) \
+	SIGNALS=$(SIGNALS) $(BIN)/python -m pytest tests/chaos
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

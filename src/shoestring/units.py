@@ -66,6 +66,11 @@ def format_count(count: int) -> str:
     return f"{count:,}"
 
 
+def plural(count: int, noun: str) -> str:
+    """A count with its noun: '1 run', '2 runs'."""
+    return f"{format_count(count)} {noun}{'' if count == 1 else 's'}"
+
+
 def format_flops(flops: int, digits: int = 1) -> str:
     """A number of floating point operations: '38.4 GFLOPs'."""
     return _scaled(flops, digits, ("FLOPs", "KFLOPs", "MFLOPs", "GFLOPs", "TFLOPs", "PFLOPs"))

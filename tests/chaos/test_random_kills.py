@@ -41,6 +41,10 @@ def kill(kind, count, tmp_path, first=SEED):
                 1.05 if now == reached else 1.0
             )  # killed before it got on: let others get further
             reached = now
+            if kind == "prepared text" and now:  # killed after its last act: nothing is left to do
+                case.compare(whole, killed)
+                wipe(killed)
+                reached = 0
             continue
         if kills < count:  # it came to its end before its time
             window *= 0.8

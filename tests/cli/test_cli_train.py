@@ -100,7 +100,7 @@ def test_a_path_of_odd_bytes(run, tmp_path):
 
 def test_stop_after_counts_epochs_and_the_folder_has_a_name(run, tmp_path):
     status, out, _ = run(*SHORT, "--split", "validation", "--stop-after", "1")
-    assert status == 0 and "12 (1 epochs)" in out
+    assert status == 0 and "12 (1 epoch)" in out
     (folder,) = (tmp_path / "runs").iterdir()
     assert folder.name.startswith("tiny_nets.tiny_residual-digits-seed0-")
     assert len(snapshot.found(folder)) == 1

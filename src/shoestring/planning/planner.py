@@ -18,6 +18,8 @@ from ..techniques.base import Setup
 from ..techniques.claims import Level
 from ..techniques.offers import Context, Offer
 from ..techniques.plan import Plan
+from ..techniques.splitting import SplitFound
+from ..techniques.splitting.find import find_units
 from ..trace.batches import tensors_of
 from ..trace.blocks import is_normalization
 from ..trace.capture import Loss, capture, check_trainable
@@ -56,7 +58,8 @@ def plan(
 ) -> BudgetPlan:
     """Find the plan of least predicted time that fits the budget, lossless if there is one.
 
-    Nothing of the model is allocated or changed; where there is a GPU, a few operations and each
+    Nothing of the model is changed. The loss is tested on a few real examples: where it does not
+    split into parts, there are no microbatches. Where there is a GPU, a few operations and each
     convolution run alone to be timed and measured.
 
     Args:
@@ -101,6 +104,7 @@ class Planner:
         accounting: str = "device",
         device: str | None = None,
         costs: Costs | None = None,
+        split: SplitFound | None = None,
     ) -> None:
         if accounting not in ACCOUNTINGS:
             raise InputError(
@@ -138,6 +142,7 @@ class Planner:
             device=kind, examples=examples, ragged=not fundamental,
             batch_norm=any(is_normalization(m) and m.training for m in model.modules()),
             narrow="fp16" if fundamental else known.narrow,
+            split=find_units(model, batch, loss) if split is None else split,
         )  # fmt: skip
         self.estimates: DeviceEstimates | FundamentalEstimates
         if fundamental:
@@ -265,7 +270,12 @@ class Planner:
                 hints.append((str(allowed), budget_for(lower, self.margin)))
                 known = lower
         return budget_error(
-            budget_bytes, self.margin, least, hints, splits=self.context.examples is not None
+            budget_bytes,
+            self.margin,
+            least,
+            hints,
+            splits=self.context.examples is not None,
+            why=self.context.split.why if self.context.split.splits is False else "",
         )
 
     def _tightest(self, *settings: Setting) -> int | None:

@@ -146,6 +146,7 @@ def budget_error(
     hints: Sequence[tuple[str, int]],
     *,
     splits: bool = True,
+    why: str = "",
 ) -> BudgetError:
     """Nothing fits: the smallest that was found, and what to allow to get lower.
 
@@ -155,6 +156,10 @@ def budget_error(
     hint = "; or ".join(ways) or "a smaller model or batch, or an optimizer with less state"
     if not splits:
         hint += "; microbatches need a batch whose tensors share their first dimension"
+    if why:
+        hint += f"; microbatches are left out: {why}"
+    if why:
+        hint += f"; microbatches are left out: {why}"
     if least is None:
         return BudgetError(f"no plan fits {format_size(budget_bytes)}", hint=hint)
     needed = budget_for(least.predicted.needed_bytes, margin)

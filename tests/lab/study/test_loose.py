@@ -122,7 +122,7 @@ def test_what_cannot_be_read_is_passed_over_and_named(runs):
     made = report(runs.folder)
     assert [(row.score.n, row.quantities["failed"]) for row in made.results.rows] == [(1, 1)]
     for note in (
-        "1 runs have not ended yet.", "1 run failed.",
+        "1 run has not finished.", "1 run failed.",
         "Passed over: half/records.jsonl, line 2 is not an event.",
         "Passed over: foreign/records.jsonl, line 1 is not an event.",
         "Passed over: alike/records.jsonl is not of shoestring train.",

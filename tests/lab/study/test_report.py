@@ -154,7 +154,7 @@ def test_a_study_that_has_not_begun_is_reported(tmp_path):
     (tmp_path / "study.toml").write_bytes(spec.read_bytes())
     made = report(tmp_path)
     assert made.results.missing > len(made.results.rows)
-    assert f"{made.results.missing} runs have not ended yet" in made.text
+    assert f"{made.results.missing} runs have not finished" in made.text
     assert (tmp_path / "report" / "cifar10.png").exists()
     search = '[[search]]\nover = {"sparsity.fraction_multiplier" = [1.0, 2.0]}\n'
     (tmp_path / "study.toml").write_text(spec.read_text() + search)

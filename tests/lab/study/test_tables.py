@@ -123,7 +123,7 @@ def test_a_search_that_has_not_ended_has_chosen_nothing(ended):
     assert made.as_dict()["chosen"] == [] and made.results.rows == ()
     assert "| 100% | – | – | 1 of 4 runs have ended |" in made.text
     assert "| 50% | – | 2 | 0 of 4 runs have ended |" in made.text, "the second of two targets"
-    assert f"{made.results.missing} runs have not ended yet." in made.text
+    assert f"{made.results.missing} runs have not finished." in made.text
 
 
 def test_an_error_on_a_terminal_is_no_markup(monkeypatch, capsys, tmp_path):

@@ -21,7 +21,7 @@ from ..records.run import FILE, Event, read
 from ..tasks import ImageTask, TextTask, load_task
 from ..tasks.images import DEVICE_LIMIT_BYTES
 from ...trace.batches import tensors_of
-from ...units import format_count, format_size, parse_size
+from ...units import format_count, format_size, parse_size, plural
 from .display import duration
 from ...step.group import local_device, parallel_for, process_group
 from .folder import component
@@ -102,7 +102,7 @@ class Result:
         end, settings, predicted = self.event, self.settings, self.event["predicted"]
         rows = [
             ("plan", str(settings.plan)),
-            ("updates", f"{format_count(end['step'])} ({end['epoch']} epochs)"),
+            ("updates", f"{format_count(end['step'])} ({plural(end['epoch'], 'epoch')})"),
             ("predicted peak", f"{_size(predicted.get('fundamental_peak_bytes'))} fundamental"),
             ("", f"{_size(predicted.get('step_peak_bytes'))} of the step's tensors"),
             ("measured peak", _size(end["measured_peak_bytes"])),

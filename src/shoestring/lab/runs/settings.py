@@ -47,12 +47,11 @@ class AnySettings:
         if not 0 < self.learning_rate < math.inf:
             raise InputError(f"learning rate {self.learning_rate:g} is not above 0, and finite")
 
-    def check_microbatch(self, unit: str) -> None:
-        """InputError for microbatches larger than the minibatch: nothing would be cut."""
-        micro = self.plan.microbatching
-        if micro is not None and micro.unit == unit and micro.size > self.batch:
+    def check_at_once(self, size: int | None, unit: str) -> None:
+        """InputError where more is to run at once than a minibatch has: nothing would be cut."""
+        if size is not None and size > self.batch:
             raise InputError(
-                f"a batch of {self.batch} {unit} has no microbatches of {micro.size}",
+                f"a batch of {self.batch} {unit} has no microbatches of {size}",
                 hint=f"a --microbatch up to {self.batch}, or a larger --batch",
             )
 
@@ -104,7 +103,7 @@ class ImageSettings(AnySettings):
 
     def __post_init__(self) -> None:
         self.check_counts("epochs", "batch", "evaluate_every", "evaluation_batch")
-        self.check_microbatch("examples")
+        self.check_at_once(self.plan.at_once, "images")
 
     def learning_rate_at(self, epoch: int) -> float:
         """Of an epoch counted from 0."""

@@ -49,7 +49,7 @@ class TextSettings(AnySettings):
 
     def __post_init__(self) -> None:
         self.check_counts("updates", "batch", "evaluate_every", "evaluation_batch")
-        self.check_microbatch("tokens")
+        self.check_at_once(self.plan.tokens_at_once, "tokens")
         if not 0 <= self.dropout < 1:
             raise InputError(f"dropout {self.dropout:g} is not in [0, 1)")
         if self.warmup_updates < 0 or self.average < 0:

@@ -161,10 +161,15 @@ def product(grid: Mapping[str, Any]) -> list[Values]:
     """Every combination of the values that are lists, the last one moving first."""
     names = list(grid)
     values = [v if isinstance(v, list) else [v] for v in grid.values()]
-    count = math.prod(map(len, values))
-    if count > MOST_RUNS:
-        raise InputError(f"a grid of {count:,} settings is more than {MOST_RUNS:,}")
+    _check_count(1, grid)
     return [dict(zip(names, point, strict=True)) for point in itertools.product(*values)]
+
+
+def _check_count(seeds: int, grid: Mapping[str, Any]) -> None:
+    """InputError for more runs than anybody makes."""
+    count = seeds * math.prod(len(v) if isinstance(v, list) else 1 for v in grid.values())
+    if count > MOST_RUNS:
+        raise InputError(f"a grid of {count:,} runs is more than {MOST_RUNS:,}")
 
 
 def matches(where: Mapping[str, Any], settings: Mapping[str, Any]) -> bool:
@@ -228,6 +233,7 @@ def _points(study: Study) -> list[_Point]:
     for grid in study.grids:
         seeds = {**study.base, **grid}.get("seed", study.seeds)
         own = frozenset(grid) & searched
+        _check_count(len(seeds) if isinstance(seeds, list) else 1, {**grid, "seed": None})
         for values in product({**grid, "seed": None}):
             whole = {n: v for n, v in {**study.base, **values}.items() if n != "seed"}
             text = json.dumps([told_once({**neutral_flags(), **whole}), sorted(own)], default=str)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...techniques.registry import flags
+from ...units import plural
 from .results import Results, Row
 from .statistics import Sample, at_equal_memory
 
@@ -204,9 +205,10 @@ def _state(results: Results) -> list[str]:
     """What is not in the numbers."""
     notes = []
     if results.missing:
-        notes.append(f"{results.missing} runs have not ended yet.")
+        verb = "has" if results.missing == 1 else "have"
+        notes.append(f"{plural(results.missing, 'run')} {verb} not finished.")
     if results.failed:
-        notes.append(f"{results.failed} run{'s' * (results.failed > 1)} failed.")
+        notes.append(f"{plural(results.failed, 'run')} failed.")
     return notes + [f"Passed over: {why}." for why in results.passed_over]
 
 
