@@ -73,7 +73,7 @@ def _convolution(op: Op) -> int:
     if _channels_last(op, "input"):
         return 2 * _weight_bytes(weight)
     inside = _nbytes(given["input"], padded=True)
-    return max(inside, _nbytes(op.outputs[0], padded=True)) + 2 * _weight_bytes(weight)
+    return max(inside, _nbytes(op.outputs[0], padded=True)) + _weight_bytes(weight)
 
 
 def _convolution_backward(op: Op) -> int:
@@ -82,12 +82,12 @@ def _convolution_backward(op: Op) -> int:
     if _is_product(op, weight):
         return 0
     wide = _weight_bytes(weight) * 4 // weight.dtype.itemsize
-    weights = 2 * wide + 2 * _weight_bytes(weight)
+    weights = 2 * wide + (_weight_bytes(weight) if weight.dtype.itemsize < 4 else 0)
     last, grad = _channels_last(op, "input"), _nbytes(given["grad_output"], padded=True)
     turned = grad if last != _channels_last(op, "grad_output") else 0
     if not last:
         return _nbytes(given["input"], padded=True) + grad + turned + weights
-    return turned + weights + _by_group(op, weight)
+    return turned + weights + wide + _by_group(op, weight)
 
 
 def _by_group(op: Op, weight: TensorSpec) -> int:
