@@ -115,7 +115,7 @@ class _Tighter:
         if shapes not in self._planned_bytes:
             self._planned_bytes[shapes] = self._budget_bytes
         elif peak_bytes is None:
-            least = min(self._planned_bytes[shapes], now.predicted.peak_bytes)
+            least = min(self._planned_bytes[shapes], now.predicted.needed_bytes)
             self._planned_bytes[shapes] = int(least * _LESS)
         else:
             off = self._budget_bytes / peak_bytes
