@@ -12,7 +12,8 @@ Exception
 UserWarning
 ├── BudgetWarning                a step needed more than its budget
 ├── NoEffectWarning              a setting matched nothing in the model
-└── UnknownOperationWarning      an operation without a rule, so its bytes may be off
+├── UnknownOperationWarning      an operation without a rule, so its bytes may be off
+└── UnprovenWarning              something was assumed that could not be tested
 """
 
 from collections.abc import Iterator
@@ -83,6 +84,10 @@ class BudgetWarning(UserWarning):
 
 class NoEffectWarning(UserWarning):
     """A setting that changed nothing, because nothing in the model matched it."""
+
+
+class UnprovenWarning(UserWarning):
+    """Something was assumed that could not be tested."""
 
 
 class UnknownOperationWarning(UserWarning):

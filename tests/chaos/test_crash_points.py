@@ -19,6 +19,7 @@ from shoestring.lab.runs.loop import train
 from shoestring.lab.runs.text_settings import text_settings_for
 from shoestring.lab.study.report import report
 from shoestring.lab.tasks.prepared import save as save_prepared
+from tiers import slow_but
 from tiny_texts import SMALL, small_text
 
 
@@ -124,7 +125,7 @@ def full(kind, number, tmp_path, most=None):
         compare(whole, broken)
 
 
-@pytest.mark.parametrize("kind", ["images", "prepare"])
+@pytest.mark.parametrize("kind", slow_but(1, ["prepare", "images"]))
 def test_a_few_crash_points(kind, tmp_path):
     crash(kind, tmp_path, most=4)
 
@@ -135,7 +136,9 @@ def test_every_crash_point(kind, tmp_path):
     crash(kind, tmp_path, most=asked("POINTS", 60))
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS], ids=["full", "read-only"])
+@pytest.mark.parametrize(
+    "number", slow_but(1, [errno.ENOSPC, errno.EROFS]), ids=["full", "read-only"]
+)
 def test_a_few_disks(number, tmp_path):
     full("images", number, tmp_path, most=2)
 
@@ -147,6 +150,7 @@ def test_every_disk(kind, number, tmp_path):
     full(kind, number, tmp_path, most=asked("DISKS", 10))
 
 
+@pytest.mark.slow
 def test_files_are_old_or_new(tmp_path):
     """Plans, pages and tables: whatever the moment, each file is one of the two."""
     run(tmp_path / "runs" / "one", epochs=1)

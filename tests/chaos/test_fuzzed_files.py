@@ -38,6 +38,7 @@ from shoestring.lab.tasks.prepared import load as load_prepared
 from shoestring.lab.tasks.prepared import save as save_prepared
 from shoestring.lab.tasks.text import encoded
 from shoestring.lab.tasks.token_batches import TextFeed
+from tiers import slow_but
 from tiny_nets import small_task
 from tiny_texts import small_text
 
@@ -285,16 +286,16 @@ def fuzz_data(count, chance, tmp_path):
 
 
 ATTACKS = {
-    "snapshots": fuzz_snapshots,
     "plans": fuzz_plans,
     "studies": fuzz_studies,
     "records": fuzz_records,
     "prepared text": fuzz_prepared,
     "data": fuzz_data,
+    "snapshots": fuzz_snapshots,
 }
 
 
-@pytest.mark.parametrize("what", ATTACKS)
+@pytest.mark.parametrize("what", slow_but(3, ATTACKS))
 def test_a_few_fuzzed_files(what, tmp_path):
     ATTACKS[what](12, Random(1), tmp_path)
 

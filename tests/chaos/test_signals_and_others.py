@@ -13,6 +13,7 @@ from test_loop import ALL, run
 import shoestring.lab.records.run as records_module
 from chaos import COUNTS, SEED, asked, cases, finished, seconds_of, start, wipe
 from shoestring.lab.runs.folder import run_folder
+from tiers import slow_but
 
 HUNG = """
     import time, torch
@@ -143,7 +144,7 @@ def test_four_processes_in_one_folder(kind, tmp_path):
         case.compare(tmp_path / "whole", out)
 
 
-@pytest.mark.parametrize("years", [-30, 30])
+@pytest.mark.parametrize("years", slow_but(1, [-30, 30]))
 def test_a_clock_that_jumps(tmp_path, monkeypatch, years):
     """While it runs, and between a stop and going on."""
     from chaos import same_run

@@ -31,8 +31,17 @@ FACTORIES = """
         return nn.Sequential(nn.Embedding(2, 4), nn.Linear(4, 2))
 
 
+    def longer():
+        return nn.Sequential(nn.Embedding(2, 4), nn.Linear(4, 2), nn.Hardtanh(-0.1, 0.1))
+
+
     def total(model, batch):
         return model(*batch).square().sum()
+
+
+    def mixed(model, batch):
+        made = model(*batch)
+        return (made * made[torch.randperm(len(made))]).mean()
 """
 
 
@@ -119,7 +128,7 @@ def test_flags_reach_the_plan(run: Run) -> None:
         "sparsity": {"density": 0.5},
         "precision": {"kind": "bf16"},
         "checkpointing": {"strategy": "no-bn"},
-        "microbatching": {"size": 3},
+        "microbatching": {"size": 3, "units": "examples"},
     }
     assert (data["batch"], data["batch_unit"], data["optimizer"]) == (6, "examples", "adam")
     assert data["steps"] == 2
@@ -151,7 +160,7 @@ def test_a_built_in_model(run: Run) -> None:
 def test_a_batch_of_two_microbatches(run: Run) -> None:
     ran = run(*"verify wrn-10-0.5 --microbatch 5 --steps 1 --json".split())
     assert ran.data["batch"] == 10
-    assert ran.data["plan"] == {"microbatching": {"size": 5}}
+    assert ran.data["plan"] == {"microbatching": {"size": 5, "units": "1 != -100"}}
 
 
 @pytest.mark.slow
@@ -160,7 +169,7 @@ def test_tokens(run: Run) -> None:
     ran = run("verify", "dc-transformer-width-64-encoder-2-decoder-2", *flags.split())
     assert ran.status == 0
     assert (ran.data["batch"], ran.data["batch_unit"]) == (500, "tokens")
-    assert ran.data["plan"]["microbatching"] == {"size": 10}
+    assert ran.data["plan"]["microbatching"] == {"size": 10, "units": "target_out != 1"}
 
 
 def test_status_one_when_a_lossless_claim_fails(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,11 +192,32 @@ def test_status_one_when_a_lossless_claim_fails(run: Run, monkeypatch: pytest.Mo
     assert ran.data["ok"] is False and ran.data["buffers"]["ok"] is False
 
 
-def test_status_one_where_the_loss_is_no_mean(run: Run) -> None:
+def test_units_of_a_plan_are_compared(run: Run, tmp_path: Path) -> None:
+    """A summed loss splits by itself; by examples it does not."""
     command = "verify verify_factories:words --input 6x3:int64 --loss verify_factories:total"
-    ran = run(*command.split(), "--microbatch", "2")
+    assert run(*command.split(), "--microbatch", "2").status == 0
+    plan = tmp_path / "plan.toml"
+    plan.write_text('[microbatching]\nsize = 2\nunits = "examples"\n')
+    ran = run(*command.split(), "--plan", str(plan))
     assert ran.status == 1
-    assert "not a mean" in ran.said[1]
+    assert "does not split" in ran.said[1]
+
+
+def test_another_model_to_compare_with(run: Run) -> None:
+    command = "verify verify_factories:words --input 6x3:int64 --loss verify_factories:total"
+    ran = run(*command.split(), "--against", "verify_factories:words")
+    assert ran.status == 0 and "beside the model given" in ran.out
+    ran = run(*command.split(), "--against", "verify_factories:longer")
+    assert ran.status == 1 and "loss claimed within rounding, found differs" in ran.said[0]
+
+
+def test_what_is_unproven_must_be_accepted_by_name(run: Run) -> None:
+    command = "verify verify_factories:words --input 6x3:int64 --loss verify_factories:mixed"
+    ran = run(*command.split(), "--microbatch", "2", "--json")
+    assert ran.status == 1 and ran.data["gradients"]["found"] == "UNPROVEN"
+    rows = ("loss", "gradients", "optimizer state", "parameters")
+    accepted = [word for row in rows for word in ("--accept", row)]
+    assert run(*command.split(), "--microbatch", "2", *accepted).status == 0
 
 
 MISTAKES = {

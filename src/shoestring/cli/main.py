@@ -136,6 +136,8 @@ def profile(
 `shoestring verify wrn-10-1 --checkpoint 'residual-2*'`
 
 `shoestring verify mypackage.models:build --input 8x3x224x224 --plan plan.toml`
+
+`shoestring verify mypackage.models:compiled --against mypackage.models:plain --input 8x64:int64`
 """
 )
 @with_technique_flags
@@ -148,10 +150,21 @@ def verify(
     techniques: dict[str, Any] = {},  # noqa: B006
     loss: LossName = None,
     steps: Annotated[int, typer.Option(help="Training steps that are compared.")] = 3,
+    against: Annotated[
+        str | None,
+        typer.Option(help="module:factory of a model to compare with, in place of plain training."),
+    ] = None,
+    near: Annotated[
+        float | None, typer.Option(help="What near may differ by; by default measured.")
+    ] = None,
+    accept: Annotated[
+        list[str] | None, typer.Option(help="Take this row although it is UNPROVEN; repeatable.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Train by a plan and plainly, side by side: what is lossless, and what the peak is."""
     with working(f"verifying {model}"):
+        from ..lab.target import resolve
         from ..trace.fakes import make_optimizer
         from ..verification.verify import verify as certify
 
@@ -167,8 +180,19 @@ def verify(
         made = make_optimizer(None if name == "none" else name, target.model, {})
         if made is None:
             raise InputError("verify trains, which takes an optimizer", hint="such as sgd")
+        other = None
+        if against is not None:
+            other = resolve(against, input or (), batch=batch, loss=loss, real=True).model
         result = certify(
-            chosen, target.model, [target.batch], loss=target.loss, optimizer=made, steps=steps
+            chosen,
+            target.model,
+            [target.batch],
+            loss=target.loss,
+            optimizer=made,
+            steps=steps,
+            against=other,
+            near=near,
+            accept=accept or (),
         )
     settings = {
         "model": model,

@@ -18,6 +18,13 @@ class Prediction:
     """Forward, backward and what is recomputed."""
     costs: str | None = None
     """Where the seconds come from."""
+    scratch_bytes: int = 0
+    """What kernels on the CPU take beside tensors, at most; CUDA's are in `peak_bytes`."""
+
+    @property
+    def needed_bytes(self) -> int:
+        """What a budget must hold: the allocator's peak."""
+        return self.peak_bytes + self.scratch_bytes
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values."""
@@ -28,4 +35,5 @@ class Prediction:
             "accounting": self.accounting,
             "device": self.device,
             "costs": self.costs,
+            "scratch_bytes": self.scratch_bytes,
         }

@@ -11,6 +11,7 @@ from collections.abc import Collection
 from functools import cached_property
 
 from ..errors import InputError, TraceError
+from ..memory.cpu_scratch import scratch_above
 from ..memory.device import device_timeline
 from ..memory.prediction import Prediction
 from ..memory.timeline import resident_bytes
@@ -171,11 +172,13 @@ class DeviceEstimates:
         return self._predicted(candidate.setting, trace, candidate.seconds, candidate.flops)
 
     def _predicted(self, setting: Setting, trace: Trace, seconds: float, flops: int) -> Prediction:
-        passes = int(device_timeline(trace).totals.max(initial=0))
-        floor = self._conditions(setting).floor_bytes
-        peak = max(passes + self.update(setting).state_bytes, floor)
+        totals = device_timeline(trace).totals
+        passes, state = int(totals.max(initial=0)), self.update(setting).state_bytes
+        peak = max(passes + state, self._conditions(setting).floor_bytes)
         device = self.context.device
-        return Prediction(peak, "device", device, seconds, flops, self._costs.source)
+        scratch = scratch_above(trace, totals) if device == "cpu" else 0
+        above = max(passes + state + scratch - peak, 0)
+        return Prediction(peak, "device", device, seconds, flops, self._costs.source, above)
 
 
 class _Known:

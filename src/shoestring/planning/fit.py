@@ -13,6 +13,7 @@ from ..errors import BudgetError, InputError, TraceError
 from ..step.apply import apply
 from ..step.holding import Hold, shapes_of
 from ..step.step import Step, revisable
+from ..techniques.splitting.find import find_units
 from ..torch_private.fake_tensors import FakeTensorMode
 from ..trace.capture import Loss, check_trainable
 from ..trace.fakes import check_optimizer, fake_batch, fake_model, make_optimizer
@@ -66,11 +67,14 @@ def fit(
             "only CUDA's allocator can enforce a budget",
             hint="on the CPU limit the process, with a cgroup or ulimit -d",
         )
+    split = find_units(model, batch, loss)  # here, on real values: planning has none
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     twin, mapping = fake_model(model, mode)  # what is planned for stays, whatever becomes of it
 
     def planner_for(batch: Any) -> Planner:
-        given: dict[str, Any] = {"loss": loss, "allow": allow, "device": device.type}
+        given: dict[str, Any] = {
+            "loss": loss, "allow": allow, "device": device.type, "split": split,
+        }  # fmt: skip
         updates = make_optimizer(optimizer, twin, mapping)
         try:
             return Planner(twin, fake_batch(batch, mode), optimizer=updates, **given)
@@ -111,7 +115,7 @@ class _Tighter:
         if shapes not in self._planned_bytes:
             self._planned_bytes[shapes] = self._budget_bytes
         elif peak_bytes is None:
-            least = min(self._planned_bytes[shapes], now.predicted.peak_bytes)
+            least = min(self._planned_bytes[shapes], now.predicted.needed_bytes)
             self._planned_bytes[shapes] = int(least * _LESS)
         else:
             off = self._budget_bytes / peak_bytes

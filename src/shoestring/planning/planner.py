@@ -18,6 +18,8 @@ from ..techniques.base import Setup
 from ..techniques.claims import Level
 from ..techniques.offers import Context, Offer
 from ..techniques.plan import Plan
+from ..techniques.splitting import SplitFound
+from ..techniques.splitting.find import find_units
 from ..trace.batches import tensors_of
 from ..trace.blocks import is_normalization
 from ..trace.capture import Loss, capture, check_trainable
@@ -36,8 +38,8 @@ from .search import Candidate, Found, budget_error, budget_for, pareto, search, 
 from .settings import Setting, settings
 
 MARGIN = {"cpu": 0.01, "cuda": 0.04}
-"""Fraction of a budget left free in the device accounting: the prediction misses the scratch memory
-inside CPU kernels by design, and on CUDA is off by up to 1.5% in 19 of 20 measured steps."""
+"""Fraction of a budget left free in the device accounting: on the CPU scratch of kernels is bounded
+by rule, on CUDA the prediction is off by up to 1.5% in 19 of 20 measured steps."""
 
 _POINTS = 8
 """Of the front of each kind, predicted by their own steps."""
@@ -56,7 +58,8 @@ def plan(
 ) -> BudgetPlan:
     """Find the plan of least predicted time that fits the budget, lossless if there is one.
 
-    Nothing of the model is allocated or changed; where there is a GPU, a few operations and each
+    Nothing of the model is changed. The loss is tested on a few real examples: where it does not
+    split into parts, there are no microbatches. Where there is a GPU, a few operations and each
     convolution run alone to be timed and measured.
 
     Args:
@@ -101,6 +104,7 @@ class Planner:
         accounting: str = "device",
         device: str | None = None,
         costs: Costs | None = None,
+        split: SplitFound | None = None,
     ) -> None:
         if accounting not in ACCOUNTINGS:
             raise InputError(
@@ -138,6 +142,7 @@ class Planner:
             device=kind, examples=examples, ragged=not fundamental,
             batch_norm=any(is_normalization(m) and m.training for m in model.modules()),
             narrow="fp16" if fundamental else known.narrow,
+            split=find_units(model, batch, loss) if split is None else split,
         )  # fmt: skip
         self.estimates: DeviceEstimates | FundamentalEstimates
         if fundamental:
@@ -175,7 +180,7 @@ class Planner:
         """The best of some settings that fits; BudgetError if nothing does."""
         limit = int(budget_bytes * (1 - self.margin))
         plain = self.estimates.plain
-        if plain.peak_bytes <= limit and among(Setting()):
+        if plain.needed_bytes <= limit and among(Setting()):
             assert plain.seconds is not None and plain.flops is not None
             kept = Candidate(Setting(), None, plain.peak_bytes, plain.seconds, plain.flops)
             return self._result(Found(kept, plain), budget_bytes)
@@ -183,7 +188,7 @@ class Planner:
         found = search(self.estimates, some, limit, self.context.circumstances)
         if found is None:
             found = smallest(self.estimates, some)
-            if found is None or found.predicted.peak_bytes > limit:
+            if found is None or found.predicted.needed_bytes > limit:
                 raise self._too_small(budget_bytes, found)
         return self._result(found, budget_bytes)
 
@@ -191,7 +196,7 @@ class Planner:
         """The smallest budget for which there is a plan."""
         least = smallest(self.estimates, self._settings(self.allowed))
         found = self.estimates.plain if least is None else least.predicted
-        return budget_for(found.peak_bytes, self.margin)
+        return budget_for(found.needed_bytes, self.margin)
 
     def front(self) -> tuple[FrontPoint, ...]:
         """Memory against time of lossless, near-lossless and lossy plans, by their own steps."""
@@ -253,7 +258,7 @@ class Planner:
 
     def _too_small(self, budget_bytes: int, least: Found | None) -> BudgetError:
         hints = []
-        known = budget_bytes if least is None else least.predicted.peak_bytes
+        known = budget_bytes if least is None else least.predicted.needed_bytes
         at = self.context.circumstances
         every = [offer for ladder in self._offers for offer in ladder]
         for allowed in self.allowed.wider(every, at):
@@ -265,7 +270,12 @@ class Planner:
                 hints.append((str(allowed), budget_for(lower, self.margin)))
                 known = lower
         return budget_error(
-            budget_bytes, self.margin, least, hints, splits=self.context.examples is not None
+            budget_bytes,
+            self.margin,
+            least,
+            hints,
+            splits=self.context.examples is not None,
+            why=self.context.split.why if self.context.split.splits is False else "",
         )
 
     def _tightest(self, *settings: Setting) -> int | None:
@@ -277,7 +287,7 @@ class Planner:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # left out, and why
             predicted = self.estimates.predict(least)
-        return least.peak_bytes if predicted is None else predicted.peak_bytes
+        return least.peak_bytes if predicted is None else predicted.needed_bytes
 
     def _point(self, candidate: Candidate) -> FrontPoint:
         kind = candidate.setting.level(self.context.circumstances).kind

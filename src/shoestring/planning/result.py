@@ -100,7 +100,7 @@ class BudgetPlan(Plan):
         of = "" if predicted.accounting == "fundamental" else f" on {predicted.device}"
         return [
             f"{self.kind}, for {format_size(self.budget_bytes)}: "
-            f"predicted {format_size(predicted.peak_bytes)} "
+            f"predicted {format_size(predicted.peak_bytes)}{_scratch(predicted)} "
             f"({predicted.accounting} accounting{of}, {100 * self.margin:g}% left free), "
             f"plain {format_size(plain.peak_bytes)}",
             f"step {format_seconds(seconds)}, {_times(seconds, plain.seconds)} "
@@ -113,6 +113,11 @@ class BudgetPlan(Plan):
         first += f"{_times(_number(self.predicted.flops), self.plain.flops)} FLOPs"
         rows = [(c.part, c.setting, c.kind, c.why) for c in self.choices]
         return "\n".join([first, *self._summary(), *_table(rows)])
+
+
+def _scratch(predicted: Prediction) -> str:
+    nbytes = predicted.scratch_bytes
+    return f" and {format_size(nbytes)} scratch of kernels" if nbytes else ""
 
 
 def format_seconds(seconds: float) -> str:

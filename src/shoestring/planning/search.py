@@ -106,9 +106,9 @@ def search(
             predicted = estimates.predict(candidate)
             if predicted is None:
                 continue
-            if predicted.peak_bytes <= limit_bytes:
+            if predicted.needed_bytes <= limit_bytes:
                 return Found(candidate, predicted)
-            missing = max(predicted.peak_bytes - limit_bytes, limit_bytes // 1000)
+            missing = max(predicted.needed_bytes - limit_bytes, limit_bytes // 1000)
             room = min(room, candidate.peak_bytes) - missing
             heapq.heappush(queue, (candidate.seconds, number, setting, None, room, tries - 1))
     return None
@@ -126,7 +126,7 @@ def smallest(estimates: Estimates, settings: Sequence[Setting]) -> Found | None:
     for setting in sorted(settings, key=bound):
         if tried == _SMALLEST:
             break
-        known = None if best is None else best.predicted.peak_bytes
+        known = None if best is None else best.predicted.needed_bytes
         if known is not None and estimates.least_bytes(setting) >= known:
             break
         candidates = estimates.front(setting)
@@ -134,7 +134,7 @@ def smallest(estimates: Estimates, settings: Sequence[Setting]) -> Found | None:
             continue
         predicted = estimates.predict(candidates[0])
         tried += predicted is not None
-        if predicted is not None and (known is None or predicted.peak_bytes < known):
+        if predicted is not None and (known is None or predicted.needed_bytes < known):
             best = Found(candidates[0], predicted)
     return best
 
@@ -146,6 +146,7 @@ def budget_error(
     hints: Sequence[tuple[str, int]],
     *,
     splits: bool = True,
+    why: str = "",
 ) -> BudgetError:
     """Nothing fits: the smallest that was found, and what to allow to get lower.
 
@@ -155,9 +156,13 @@ def budget_error(
     hint = "; or ".join(ways) or "a smaller model or batch, or an optimizer with less state"
     if not splits:
         hint += "; microbatches need a batch whose tensors share their first dimension"
+    if why:
+        hint += f"; microbatches are left out: {why}"
+    if why:
+        hint += f"; microbatches are left out: {why}"
     if least is None:
         return BudgetError(f"no plan fits {format_size(budget_bytes)}", hint=hint)
-    needed = budget_for(least.predicted.peak_bytes, margin)
+    needed = budget_for(least.predicted.needed_bytes, margin)
     return BudgetError(
         f"no plan fits {format_size(budget_bytes)}; the smallest found is {_at_least(needed)} "
         f"({least.candidate.plan.short()})",

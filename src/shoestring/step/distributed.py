@@ -8,6 +8,7 @@ loss scale and sparse pattern stay equal without being sent. `sharding.py` split
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +20,7 @@ from ..errors import InputError
 from ..memory.live.measure import Measurement
 from ..techniques.base import Setup, Technique
 from ..techniques.plan import Plan
+from ..techniques.splitting.find import tested_units
 from ..trace.blocks import is_normalization
 from ..trace.capture import Loss
 from ..trace.graph import Phase
@@ -156,7 +158,7 @@ class Ranks:
             sent = tensor.detach().contiguous()  # a copy of one that is not, channels last
             dist.broadcast(sent, 0)
             tensor.data.copy_(sent)
-        setup.split = Shares(self._parallel, self._plan)
+        setup.split = Shares(self._parallel, self._plan, partial(tested_units, setup))
         plain_update = setup.update
         if self._parallel.kind == "fsdp":
             from .sharding import Sharding

@@ -19,10 +19,10 @@ from ..techniques.base import Setup
 from ..techniques.draws import RngRecorder, observed_by
 from ..trace.batches import form_of, map_tensors
 from ..trace.fakes import is_fake
+from ..trace.streams import rewound_streams, stream_states
 from .captured import CapturedStep, default_generator
 from .host import HostState, numbers_of
 from .rates import Rates
-from .streams import rewound_streams, stream_states
 
 MOST_GRAPHS = 8
 """Shapes kept at a time; the one used longest ago goes first."""

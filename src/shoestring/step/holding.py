@@ -12,8 +12,8 @@ import torch
 from ..errors import BudgetError, BudgetWarning
 from ..techniques.plan import Plan
 from ..trace.batches import tensors_of
+from ..trace.streams import kept_streams
 from ..units import format_size
-from .streams import kept_streams
 
 if TYPE_CHECKING:
     from .step import Step

@@ -12,12 +12,11 @@ import torch.distributed as dist
 
 from ..errors import InputError
 from ..techniques.plan import Plan
+from ..techniques.splitting.units import AUTO, EXAMPLES, SUM, Units, counter
 from ..trace.split import cut, examples_of
 from .group import communication_device, rank, ranks
 
 KINDS = ("ddp", "fsdp")
-
-Units = Callable[[Any], float | torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -76,13 +75,20 @@ class Shares:
     its share into that many, where whole ones do not come out even.
     """
 
-    def __init__(self, parallel: Parallel, plan: Plan) -> None:
-        self._parallel, self._plan = parallel, plan
+    def __init__(
+        self,
+        parallel: Parallel,
+        plan: Plan,
+        test: Callable[[Any], str | Units] = lambda batch: EXAMPLES,
+    ) -> None:
+        self._parallel, self._plan, self._test = parallel, plan, test
         self._whole = parallel.batches == "whole"
         self._units = parallel.weight or plan.loss_units
 
     def __call__(self, batch: Any) -> Iterator[tuple[Any, float | torch.Tensor]]:
         examples = examples_of(batch) or 0
+        if self._units == AUTO:
+            self._units = _of_first_rank(lambda: self._test(batch))
         total = self._count(batch, (0, examples))
         unit = self._plan.examples_together(batch)
         if self._whole:
@@ -103,7 +109,8 @@ class Shares:
         unit = unit if -(-(last - first) // unit) == count else 1
         for start, stop in cut_evenly(last - first, count, unit):
             part = (first + start, first + stop)
-            yield cut(batch, *part), self._count(batch, part) / total
+            weight = 1.0 if self._units == SUM else self._count(batch, part) / total
+            yield cut(batch, *part), weight
 
     def _microbatches(self, batch: Any, examples: int, unit: int) -> int:
         """How many parts every rank makes of its share; 1 leaves the cutting to the plan."""
@@ -114,10 +121,22 @@ class Shares:
 
     def _count(self, batch: Any, part: tuple[int, int]) -> float | torch.Tensor:
         """What the loss of a part is averaged over."""
-        if not callable(self._units):
-            return float(part[1] - part[0])
-        units = self._units(cut(batch, *part))
+        units = counter(self._units)(cut(batch, *part))
         return units.detach().double() if isinstance(units, torch.Tensor) else float(units)
+
+
+def _of_first_rank(test: Callable[[], str | Units]) -> Any:
+    """What the first rank finds on its batch, or its error: all ranks weigh alike."""
+    held: list[Any] = [None]
+    if rank() == 0:
+        try:
+            held = [test()]
+        except InputError as error:
+            held = [(error.message, error.hint)]
+    dist.broadcast_object_list(held, src=0)
+    if isinstance(held[0], tuple):
+        raise InputError(held[0][0], hint=held[0][1])
+    return held[0]
 
 
 def _over_ranks(number: float | torch.Tensor, op: Any) -> torch.Tensor:

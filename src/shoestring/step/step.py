@@ -274,6 +274,7 @@ def prepare(
         backward=lambda value: value.backward(),
         update=lambda: stepping.step() and None,
         wrapper=None if stepping is own else optimizer,
+        loss=loss,
     )
     return chosen, setup
 

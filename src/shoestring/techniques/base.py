@@ -98,6 +98,8 @@ class Setup:
     """The update reads nothing back to the host, whatever the optimizer does by itself."""
     rates_on_device: Callable[[], bool] = lambda: False
     """Whether the update takes learning rates as tensors, so that a graph follows a schedule."""
+    loss: Callable[[nn.Module, Any], torch.Tensor] | None = None
+    """The user's own, (model, batch) → loss; `run` is what the step makes of it."""
     wrapper: Any = None
     """What `update` calls, where that is an object around the optimizer with a step of its own."""
     undo: list[Callable[[], None]] = field(default_factory=list)

@@ -20,6 +20,8 @@ class Level(IntEnum):
     ROUNDING = 2
     NEAR = 3
     LOSSY = 4
+    UNPROVEN = 5
+    """Not compared, with a reason; never ok unless it was accepted by name."""
 
     @property
     def kind(self) -> str:

@@ -21,6 +21,7 @@ from ..trace.graph import Trace
 from .base import Technique
 from .claims import Circumstances, Level
 from .plan import Plan
+from .splitting import SplitFound
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,7 @@ class Context:
         device: str,
         examples: int | None,
         batch_norm: bool,
+        split: SplitFound | None = None,
         ragged: bool = True,
         narrow: str = "fp16",
     ) -> None:
@@ -95,6 +97,8 @@ class Context:
         self.device, self.examples = device, examples
         self.ragged, self.narrow = ragged, narrow
         self._batch_norm = batch_norm
+        self.split = split or SplitFound("auto", None, "assumed: the loss was not tested")
+        """How the loss of a batch splits into those of its parts, as tested on real values."""
 
     @cached_property
     def trace(self) -> Trace:

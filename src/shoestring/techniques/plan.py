@@ -89,7 +89,7 @@ class Plan:
     @property
     def loss_units(self) -> LossUnits:
         """What the loss of a part is averaged over."""
-        return next((t.loss_units for t in self.techniques if t.loss_units), "examples")
+        return next((t.loss_units for t in self.techniques if t.loss_units), "auto")
 
     @property
     def at_once(self) -> int | None:

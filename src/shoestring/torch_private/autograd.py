@@ -32,3 +32,8 @@ def last_sequence_number() -> int:
 def active_saved_tensors_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
     """The innermost `saved_tensors_hooks` that is active: its pack and unpack."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+def runs_backward() -> bool:
+    """Whether a backward pass runs now, on this thread."""
+    return torch._C._current_graph_task_id() != -1

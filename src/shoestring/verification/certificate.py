@@ -3,33 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import torch
 
 from ..errors import VerificationError
 from ..techniques.claims import Level
 from ..techniques.plan import Plan
 from ..units import format_size
 
-TOLERANCES = {
-    torch.float64: 1e-10,
-    torch.float32: 1e-4,
-    torch.float16: 5e-2,
-    torch.bfloat16: 2e-1,
-}
-"""Largest relative error that counts as rounding, by the least precise type computed in."""
-
 PEAK_TOLERANCE = 0.02
 """Between the predicted and the measured peak, on the CPU."""
 PEAK_SLACK_BYTES = 512
 """Losses of the parts and other single numbers, which show in the smallest models alone."""
-
-SMALL_TENSOR = 1e-2
-"""A tensor is compared at least on this fraction of the largest one's scale: a gradient that is
-zero but for rounding (of a bias before BatchNorm) has no scale of its own."""
 
 
 _CLAIMED = {
@@ -42,7 +27,9 @@ _FOUND = {
     Level.NONE: "none",
     Level.EQUAL: "equal",
     Level.ROUNDING: "within rounding",
+    Level.NEAR: "near",
     Level.LOSSY: "differs",
+    Level.UNPROVEN: "UNPROVEN",
 }
 
 
@@ -54,27 +41,43 @@ class Comparison:
     claim: Level
     found: Level
     error: float | None
-    """Largest relative error; None where it has no size, 0.0 where equal to the bit."""
-    tolerance: float | None
+    """||planned − plain|| / ||plain|| of the worst tensor; None where it has no size, 0.0 where
+    equal to the bit."""
+    bound: float | None = None
+    """What it may be, relative to the same norm: a multiple of the rounding that was measured, or
+    what the user set; None where nothing bounds it."""
     why: str = ""
     """What makes it differ, or may make it."""
+    tensor: str = ""
+    """The worst one."""
+    accepted: bool = False
+    """The user takes it unproven."""
 
     @property
     def ok(self) -> bool:
-        """A lossless claim holds; a lossy one is never broken, unless by infinities."""
+        """The claim holds, within its bound; not a number is never within one."""
+        if self.found is Level.UNPROVEN:
+            return self.accepted
         if self.claim <= Level.ROUNDING:
             return self.found <= self.claim
-        return self.error is None or self.what == "gradients" or math.isfinite(self.error)
+        if self.error is None:
+            return True
+        return math.isfinite(self.error) and (self.bound is None or self.error <= self.bound)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values."""
-        finite = self.error is not None and math.isfinite(self.error)
+
+        def finite(number: float | None) -> float | None:
+            return number if number is not None and math.isfinite(number) else None
+
         return {
             "claimed": _CLAIMED[self.claim],
             "found": _FOUND[self.found],
-            "relative_error": self.error if finite else None,
-            "tolerance": self.tolerance,
+            "relative_error": finite(self.error),
+            "bound": finite(self.bound),
+            "tensor": self.tensor,
             "why": self.why,
+            "accepted": self.accepted,
             "ok": self.ok,
         }
 
@@ -87,23 +90,30 @@ class Certificate:
     device: str
     steps: int
     comparisons: tuple[Comparison, ...]
-    predicted_peak_bytes: int
+    predicted_peak_bytes: int | None
+    """None where the step cannot be predicted, or was not planned."""
     measured_peak_bytes: int
     plain_peak_bytes: int
     """Measured, of the same step without the plan."""
     peak_varies: bool = False
-    """What runs is drawn (stochastic depth), and with it the peak, which is not judged."""
+    """Execution is random (stochastic depth), and with it the peak, which is not checked."""
+    reference: str = ""
+    """How rounding was measured."""
+    beside: str = "plain training"
+    """What it is compared with."""
 
     @property
     def peak_ok(self) -> bool:
-        """Measured as predicted; judged on the CPU, where storages are counted."""
+        """Measured as predicted; checked on the CPU, where storages are counted."""
+        if self.predicted_peak_bytes is None:
+            return True
         off = abs(self.predicted_peak_bytes - self.measured_peak_bytes)
         allowed = max(PEAK_TOLERANCE * self.measured_peak_bytes, PEAK_SLACK_BYTES)
         return self.device != "cpu" or self.peak_varies or off <= allowed
 
     @property
     def ok(self) -> bool:
-        """Every lossless claim holds and the peak is the one predicted."""
+        """Every claim holds, nothing is unproven, and the peak is the one predicted."""
         return self.peak_ok and all(c.ok for c in self.comparisons)
 
     def check(self) -> None:
@@ -114,6 +124,7 @@ class Certificate:
             if not c.ok
         ]
         if not self.peak_ok:
+            assert self.predicted_peak_bytes is not None
             broken.append(
                 f"peak predicted {format_size(self.predicted_peak_bytes)}, "
                 f"measured {format_size(self.measured_peak_bytes)}"
@@ -132,6 +143,8 @@ class Certificate:
             "plan": self.plan.to_dict(),
             "device": self.device,
             "steps": self.steps,
+            "beside": self.beside,
+            "reference": self.reference,
             **{c.what.replace(" ", "_"): c.as_dict() for c in self.comparisons},
             "predicted_peak_bytes": self.predicted_peak_bytes,
             "measured_peak_bytes": self.measured_peak_bytes,
@@ -141,66 +154,31 @@ class Certificate:
         }
 
     def __str__(self) -> str:
-        rows = [("", "claimed", "found", "error", "rounding", "why")]
+        rows = [("", "claimed", "found", "error", "bound", "why")]
         for c in self.comparisons:
-            error = (f"{c.error:.1e}", f"{c.tolerance:.0e}") if c.error else ("", "")
-            mark = c.why if c.ok else f"BROKEN: {c.why}"
-            rows.append((c.what, _CLAIMED[c.claim], _FOUND[c.found], *error, mark))
+            error = "" if not c.error else f"{c.error:.1e}"
+            bound = "" if not c.error or c.bound is None else f"{c.bound:.0e}"
+            mark = "" if c.ok else "BROKEN" if c.found is not Level.UNPROVEN else "UNPROVEN"
+            why = f"{mark}: {c.why}" if mark else f"accepted: {c.why}" if c.accepted else c.why
+            rows.append((c.what, _CLAIMED[c.claim], _FOUND[c.found], error, bound, why))
         wide = [max(len(row[i]) for row in rows) for i in range(5)]
         steps = "1 step" if self.steps == 1 else f"{self.steps} steps"
-        lines = [f"{self.plan} beside plain training, {steps} on {self.device}"]
+        lines = [f"{self.plan} beside {self.beside}, {steps} on {self.device}"]
         for row in rows:
             cells = [cell.ljust(width) for cell, width in zip(row, wide, strict=False)]
             lines.append("  ".join([*cells, row[5]]).rstrip())
-        off = 100 * (self.predicted_peak_bytes / self.measured_peak_bytes - 1)
-        judged = "; not judged, what runs is drawn" if self.peak_varies else ""
-        lines.append(
-            f"peak: predicted {format_size(self.predicted_peak_bytes)}, measured "
-            f"{format_size(self.measured_peak_bytes)} ({off:+.1f}%); "
-            f"plain {format_size(self.plain_peak_bytes)}{judged}"
-            + ("" if self.peak_ok else "  BROKEN")
-        )
+        lines += [self.reference] if self.reference else []
+        lines.append(self._peak())
         lines.append("verified" if self.ok else "NOT verified")
         return "\n".join(lines)
 
-
-def compare(
-    what: str,
-    expected: Mapping[Any, torch.Tensor],
-    found: Mapping[Any, torch.Tensor],
-    claim: Level,
-    why: str,
-    tolerance: float,
-) -> Comparison:
-    """Tensors of plain training beside those of planned training, by name."""
-    if not expected and not found:
-        return Comparison(what, claim, Level.NONE, None, None)
-    if expected.keys() != found.keys():
-        return Comparison(what, claim, Level.LOSSY, math.inf, tolerance, why)
-    pairs = [(expected[name], found[name]) for name in expected]
-    if all(_same(*pair) for pair in pairs):
-        return Comparison(what, claim, Level.EQUAL, 0.0, tolerance)
-    error = relative_error(pairs)
-    level = Level.ROUNDING if error <= tolerance else Level.LOSSY
-    return Comparison(what, claim, level, error, tolerance, why)
-
-
-def _same(expected: torch.Tensor, found: torch.Tensor) -> bool:
-    if expected.dtype is not found.dtype or expected.shape != found.shape:
-        return False
-    return bool(((expected == found) | (expected.isnan() & found.isnan())).all())
-
-
-def relative_error(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> float:
-    """max |e − f| / max |e| of the worst tensor; infinite where shapes or infinities differ."""
-    wide = [(e.double().flatten(), f.double().flatten()) for e, f in pairs]
-    tops = [float(e.abs().max()) if e.numel() else 0.0 for e, _ in wide]
-    floor = SMALL_TENSOR * max(tops) or 1.0
-    worst = 0.0
-    for (e, f), top in zip(wide, tops, strict=True):
-        if e.shape != f.shape:
-            return math.inf
-        if e.numel():
-            error = float(torch.where(e == f, 0.0, (e - f).abs()).max()) / max(top, floor)
-            worst = max(worst, error if math.isfinite(error) else math.inf)
-    return worst
+    def _peak(self) -> str:
+        measured, plain = format_size(self.measured_peak_bytes), format_size(self.plain_peak_bytes)
+        if self.predicted_peak_bytes is None:
+            return f"peak: not predicted, measured {measured}; plain {plain}"
+        off = 100 * (self.predicted_peak_bytes / self.measured_peak_bytes - 1)
+        checked = "; not checked: execution is random" if self.peak_varies else ""
+        return (
+            f"peak: predicted {format_size(self.predicted_peak_bytes)}, measured {measured} "
+            f"({off:+.1f}%); plain {plain}{checked}" + ("" if self.peak_ok else "  BROKEN")
+        )

@@ -25,10 +25,10 @@ from shoestring.step.predict import predict_step
 from shoestring.techniques import Checkpointing, Microbatching, Precision
 from shoestring.techniques.checkpointing.solve import front
 from shoestring.techniques.checkpointing.stages import evaluate
+from shoestring.techniques.claims import Level
 from shoestring.techniques.plan import Plan
 from shoestring.trace.blocks import block_levels
 from shoestring.trace.capture import capture
-from shoestring.verification.certificate import Level
 from shoestring.verification.verify import verify
 from techniques.small_models import SMALL
 from tiers import slow_but

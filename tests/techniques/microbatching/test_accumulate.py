@@ -22,16 +22,17 @@ ENOUGH = module.WAITING
 
 
 def sum_of(parts: torch.Tensor, dtype: torch.dtype, accumulate: str) -> torch.Tensor:
-    """The gradient of Σ parts·w, one row at a time, with the weights taken back."""
+    """The gradient of Σ parts·w, one row at a time."""
     model = nn.Linear(parts.shape[1], 1, bias=False).to(dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     seen: list[torch.Tensor] = []
     optimizer.register_step_pre_hook(lambda *_: seen.append(model.weight.grad.clone()))
 
     def loss(m: nn.Module, b: Any) -> torch.Tensor:
-        return m(b).float().sum() * len(parts)
+        return m(b).float().sum()
 
-    apply([Microbatching(1, accumulate=accumulate)], model, optimizer, loss=loss)(parts.to(dtype))
+    chosen = Microbatching(1, accumulate=accumulate, units="sum")
+    apply([chosen], model, optimizer, loss=loss)(parts.to(dtype))
     return seen[0][0]
 
 
@@ -217,7 +218,8 @@ def test_a_part_of_something_large_does_not_wait(monkeypatch):
     monkeypatch.setattr(module, "DEVICES", ("cpu",))
     model = Joined()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = apply([Microbatching(1)], model, optimizer, loss=lambda m, b: m(b).mean())
+    chosen = Microbatching(1, units="examples")
+    step = apply([chosen], model, optimizer, loss=lambda m, b: m(b).mean())
     step(torch.ones(4, 40_005))
     assert waiting == [0, 0, 0, 0]
     assert torch.equal(model.small.detach(), torch.full((5,), 1 - 0.1 / 40_005))
@@ -234,7 +236,8 @@ def test_sparse_and_dense_gradients_of_one_parameter(monkeypatch):
             used = m(b).square().mean()
             return used + m.weight.square().mean() if int(b[0, 0]) % 2 else used
 
-        apply([Microbatching(1)], model, optimizer, loss=loss)(torch.tensor([[0], [1], [2], [3]]))
+        step = apply([Microbatching(1, units="examples")], model, optimizer, loss=loss)
+        step(torch.tensor([[0], [1], [2], [3]]))
         return model.weight.detach()
 
     torch.testing.assert_close(after(("cpu",)), after(()))

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..tasks.images import ImageFeed, ImageTask
+from ...techniques.plan import Plan
 from ...trace.capture import Loss
 from ...step.distributed import add_over_ranks
 from ...step.group import rank, ranks
@@ -33,8 +34,10 @@ class ImageJob:
         parallel: str | None,
         device_limit_bytes: int,
     ) -> None:
-        self.settings, self.plan, self._task = settings, settings.plan, task
-        self.parallel = None if parallel is None else Parallel(parallel, batches="shares")
+        self.settings, self.plan, self._task = settings, weighted_by_images(settings.plan), task
+        self.parallel = (
+            None if parallel is None else Parallel(parallel, batches="shares", weight="examples")
+        )
         shares = [(0, settings.batch)]
         if self.parallel is not None:
             shares = shares_of(settings.batch, self.parallel, settings.plan)
@@ -108,3 +111,8 @@ class ImageJob:
     def shown(self, event: dict[str, Any]) -> str:
         """The last accuracy and the best."""
         return f"accuracy {event['accuracy']:.2f}% (best {event['best_accuracy']:.2f}%)"
+
+
+def weighted_by_images(plan: Plan) -> Plan:
+    """The same plan; every image has its label, so microbatches weigh their images, untested."""
+    return Plan(technique.weighted("examples") for technique in plan.techniques)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
@@ -11,13 +12,15 @@ import torch
 
 from ...errors import InputError, NoEffectWarning
 from ...trace.batches import tensors_of
-from ...trace.fakes import readable
+from ...trace.fakes import is_fake, readable
 from ...trace.graph import Trace
 from ...trace.split import cut, examples_of
 from ..base import Flag, LossUnits, Setup, Technique
 from ..claims import MOVED, VALUES, Circumstances, Claim, Level
 from ..offers import Context, Offer, Scales
 from ..registry import register
+from ..splitting.find import tested_units
+from ..splitting.units import AUTO, EXAMPLES, check_units, weights
 from .accumulate import Compensated, Together, small_parameters
 from .simulate import GroupedNormalization
 
@@ -34,9 +37,11 @@ class Microbatching(Technique):
 
     With the unit "tokens" `size` counts positions: as many sentences as fit, padded as they are in
     the minibatch, and at least one.
-    `weight` says what the loss is averaged over: "examples", or a function from a part to its
-    number of units (tokens, for instance). `accumulate="compensated"` adds gradients with Kahan's
-    correction. `simulated` runs the whole minibatch at once, normalized in groups of `size`.
+    `units` says what the loss is averaged over (`microbatching.units`): "auto" finds it on the
+    first batch, and refuses a loss that is not the sum of its parts; "examples"; "sum" for a summed
+    loss; a tensor of the batch, "labels[:, 1:] != -100"; or a function from a part to its number of
+    units. `accumulate="compensated"` adds gradients with Kahan's correction. `simulated` runs the
+    whole minibatch at once, normalized in groups of `size`. `weight` is an older name of `units`.
     """
 
     name: ClassVar[str] = "microbatching"
@@ -57,18 +62,22 @@ class Microbatching(Technique):
     proof: ClassVar[Any] = "alone"
     suspects: ClassVar[Mapping[str, str]] = {
         "buffers": "moved by every microbatch",
-        "gradients": "a loss that is not a mean over its parts",
-        "loss": "a loss that is not a mean over its parts",
-        "microbatching": "a loss that is not a mean over its parts",
+        "gradients": "a loss that does not split by its units",
+        "loss": "a loss that does not split by its units",
+        "microbatching": "a loss that does not split by its units",
     }
 
     size: int
-    weight: LossUnits = "examples"
+    weight: LossUnits | None = None
     accumulate: str = "parameter"
     simulated: bool = False
     unit: str = "examples"
+    units: LossUnits = AUTO
 
     def __post_init__(self) -> None:
+        if self.weight is not None:
+            object.__setattr__(self, "units", self.weight)
+            object.__setattr__(self, "weight", None)
         if self.unit not in ("examples", "tokens"):
             raise InputError(
                 f"unknown microbatch unit {self.unit!r}", hint="'examples' or 'tokens'"
@@ -78,11 +87,7 @@ class Microbatching(Technique):
                 f"microbatch {self.size!r} is not a whole number from 1",
                 hint="10 runs ten examples at once",
             )
-        if self.weight != "examples" and not callable(self.weight):
-            raise InputError(
-                f"unknown microbatch weight {self.weight!r}",
-                hint="'examples', or a function from a part of the batch to its number of units",
-            )
+        check_units(self.units)
         if self.accumulate not in ("parameter", "compensated"):
             raise InputError(
                 f"unknown accumulation {self.accumulate!r}", hint="'parameter' or 'compensated'"
@@ -119,8 +124,8 @@ class Microbatching(Technique):
 
     @property
     def loss_units(self) -> LossUnits:
-        """As `weight` says."""
-        return self.weight
+        """As `units` says."""
+        return self.units
 
     def check_ranks(self, setup: Setup, kind: str) -> None:
         """FSDP adds gradients up by itself."""
@@ -132,18 +137,24 @@ class Microbatching(Technique):
 
     @classmethod
     def offers(cls, context: Context) -> Iterable[Offer]:
-        """Parts of the minibatch from large to small; equal ones where statistics are kept."""
+        """Parts of the minibatch from large to small; equal ones where statistics are kept.
+
+        None where the loss was tested and does not split.
+        """
+        split = context.split
+        if split.splits is False:
+            return
         statistics, examples = context.keeps_statistics, context.examples
         for size in _sizes(examples, context.ragged and not statistics):
             assert examples is not None
             parts, rest = -(-examples // size), examples % size
             shown = f"{parts - bool(rest)} × {size}" + f" + {rest}" * bool(rest)
-            why = "gradients add up to the same, if the loss is a mean; dropout draws other masks"
+            why = f"gradients are added part by part; {split.why}"
             if statistics:
                 why = f"statistics, as BatchNorm has them, are of {size} examples at a time"
             loss = lossiness(size) if statistics else 0.0
             scales = Scales(share=size / examples, parts=parts)
-            yield Offer(cls(size), why, scales, loss, shown)
+            yield Offer(cls(size, units=split.units), why, scales, loss, shown)
 
     def claims(self, at: Circumstances) -> Iterable[Claim]:
         """Parts add up within rounding; statistics and masks are those of the parts."""
@@ -155,8 +166,8 @@ class Microbatching(Technique):
         if at.batch_norm:
             yield Claim(Level.LOSSY, "BatchNorm sees one microbatch at a time")
         if at.drawn and not self.simulated:
-            drawn = ("loss", "gradients", *MOVED, "random stream")
-            yield Claim(Level.LOSSY, "each microbatch draws its own masks", drawn)
+            why = "each microbatch draws its own numbers; compared with those of the whole batch"
+            yield Claim(Level.LOSSY, why, ("random stream",))
 
     def examples_at_once(self, batch: Any) -> int | None:
         """Of this batch: `size` itself, or as many as have so many tokens; simulated, all."""
@@ -178,7 +189,7 @@ class Microbatching(Technique):
 
     def weighted(self, units: LossUnits) -> Self:
         """By these units in place of examples."""
-        return replace(self, weight=units) if self.weight == "examples" else self
+        return replace(self, units=units) if self.units in (AUTO, EXAMPLES) else self
 
     def counting(self, unit: str, each: int) -> Self:
         """In tokens, so that examples of other lengths take as much."""
@@ -237,7 +248,7 @@ class Microbatching(Technique):
                     stacklevel=2,
                 )
             return
-        setup.split = _Split(self, setup.split)
+        setup.split = _Split(self, setup)
         if self.accumulate == "compensated":
             Compensated(setup)
         elif small := small_parameters(setup.model):
@@ -265,10 +276,11 @@ def _sizes(examples: int | None, ragged: bool) -> Iterator[int]:
 
 
 class _Split:
-    """batch → microbatches with weights that add up to one."""
+    """batch → microbatches with their weights."""
 
-    def __init__(self, technique: Microbatching, before: Callable[[Any], Any]) -> None:
-        self._technique, self._weight, self._before = technique, technique.weight, before
+    def __init__(self, technique: Microbatching, setup: Setup) -> None:
+        self._technique, self._units, self._before = technique, technique.units, setup.split
+        self._setup = weakref.ref(setup)  # gradient hooks hold this, and are held by the model
         self._told = False
 
     def __call__(self, batch: Any) -> Any:
@@ -280,9 +292,13 @@ class _Split:
             if examples is None or examples <= size:
                 yield whole, share
                 continue
+            if self._units == AUTO and not any(map(is_fake, tensors_of(whole))):
+                setup = self._setup()
+                assert setup is not None
+                self._units = tested_units(setup, whole)
             starts = range(0, examples, size)
             parts = [cut(whole, start, min(start + size, examples)) for start in starts]
-            for part, weight in zip(parts, self._weights(parts, examples, size), strict=True):
+            for part, weight in zip(parts, weights(self._units, parts), strict=True):
                 if not _is_zero(weight):  # no unit: its mean is 0/0
                     yield part, weight if share is None else weight * share
 
@@ -296,27 +312,9 @@ class _Split:
             )
         self._told = True
 
-    def _weights(self, parts: list[Any], examples: int, size: int) -> list[float | torch.Tensor]:
-        if not callable(self._weight):
-            last = examples - (len(parts) - 1) * size
-            return [held / examples for held in [size] * (len(parts) - 1) + [last]]
-        units = [_wide(self._weight(part)) for part in parts]
-        total = sum(units)
-        if not isinstance(total, torch.Tensor) and not total > 0:
-            raise InputError(
-                f"the weights of the microbatches add up to {total}",
-                hint="weight(part) must give the number of units the part's loss is averaged over",
-            )
-        return [unit / total for unit in units]
-
 
 def _is_zero(weight: float | torch.Tensor) -> bool:
     """Where that is known without waiting for a GPU."""
     if isinstance(weight, torch.Tensor) and not readable(weight):
         return False
     return bool(weight == 0)
-
-
-def _wide(units: float | torch.Tensor) -> float | torch.Tensor:
-    """Counts of any type as 64-bit numbers, so that weights do not round before the loss does."""
-    return units.detach().double() if isinstance(units, torch.Tensor) else float(units)

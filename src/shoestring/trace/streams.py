@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..trace.untouched import Untouched
+from .untouched import Untouched
 
 
 def stream_states() -> tuple[Any, ...]:

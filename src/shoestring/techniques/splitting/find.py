@@ -1,0 +1,384 @@
+"""Find by what units a loss splits, on a few real examples: whole, and in parts.
+
+Nothing is believed that was not computed: candidates come from what the loss reads (the targets of
+`nll_loss` and what it ignores), from masks in the batch, and from the two plain ones, examples and
+sum. The one is chosen by which the parts add up to the whole, also after labels and masks were
+changed so that the candidates differ. The model is a copy, or shares its parameters with one.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...errors import InputError, UnprovenWarning
+from ...trace.batches import map_tensors, tensors_of
+from ...trace.blocks import is_normalization
+from ...trace.capture import Loss
+from ...trace.fakes import is_fake
+from ...trace.split import cut, examples_of
+from ...trace.streams import kept_streams, rewound_streams
+from ...trace.untouched import Untouched, hooks_of
+from ...trace.wide import staying_wide, wide_batch, wide_model
+from ..base import Setup
+from ..draws import observed_by
+from . import SplitFound
+from .draws import Drawn, Slices, open_kernels
+from .units import AUTO, EXAMPLES, SUM, Units, tensors_by_path, weights
+
+EXAMPLES_TRIED = 4
+CUTS = (1, 2)
+"""Where a few examples are cut in two; a cut that does not run (of one example) is left out."""
+WIDE_BYTES = 2**28
+"""Of a model that is copied to FP64 for this."""
+TOLERANCES = {
+    torch.float64: 1e-7,
+    torch.float32: 1e-5,
+    torch.float16: 1e-2,
+    torch.bfloat16: 4e-2,
+}
+"""Of the loss, relative, by the least precise type it is computed in."""
+IGNORED = (-100, -1, 0, 1)
+"""Numbers that padding usually has; also those that embeddings of the model say."""
+GRADIENT_ELEMENTS = 2**20
+"""Of parameters whose gradients are compared."""
+
+
+class _Watched(Drawn):
+    """Records draws, types, and the targets of likelihoods with what they ignore."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.targets: list[tuple[torch.Tensor, int]] = []
+        self.kinds: set[torch.dtype] = set()
+        self.weighted = False
+
+    def other(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Look at the arguments of likelihoods."""
+        made = func(*args, **kwargs)
+        if isinstance(made, torch.Tensor) and not func.is_view and made.is_floating_point():
+            self.kinds.add(made.dtype)
+        if func._schema.name in ("aten::nll_loss_forward", "aten::nll_loss2d_forward"):
+            target, weight, _, ignored = args[1:5]
+            self.targets.append((target.detach().flatten().clone(), int(ignored)))
+            self.weighted = self.weighted or weight is not None
+        return made
+
+
+def find_units(model: nn.Module, batch: Any, loss: Loss, *, light: bool = False) -> SplitFound:
+    """By what a batch's parts must weigh, so that their losses add up to the batch's.
+
+    A small model is copied to FP64, where what is left is not rounding. `light`: of a larger one no
+    gradients are made, so that it needs less memory than a training step. The model, its streams
+    and its gradients stay as they are. Normalizations use their running statistics: whether those
+    may be of a part is another question.
+    """
+    assumed = "assumed: {}; the first batch that is trained on decides"
+    tensors = [*model.parameters(), *model.buffers(), *tensors_of(batch)]
+    if any(is_fake(t) or t.is_meta for t in tensors):
+        return SplitFound(AUTO, None, assumed.format("not tested without real values"))
+    try:
+        examples = examples_of(batch)
+    except InputError as error:
+        return SplitFound(EXAMPLES, None, f"not cut: {error.message}")
+    if examples is None or examples < 2:
+        return SplitFound(AUTO, None, assumed.format("a batch of one example has no parts"))
+    untouched = Untouched(
+        [loss, *hooks_of(model)], []
+    )  # other networks that the loss trains or moves
+    with warnings.catch_warnings(), rewound_streams(), untouched, observed_by(None):
+        warnings.simplefilter("ignore")
+        size = sum(p.numel() * max(p.element_size(), 8) for p in model.parameters())
+        few, wide = cut(batch, 0, EXAMPLES_TRIED), size <= WIDE_BYTES
+        first = _Trial(model, few, loss, wide=wide)
+        try:
+            return first.found(gradients=wide or not light)
+        except _Failed as error:
+            if not first.wide:
+                return SplitFound(AUTO, None, assumed.format(f"the test failed: {error}"))
+        try:
+            return _Trial(model, few, loss, wide=False).found(gradients=not light)
+        except _Failed as error:
+            return SplitFound(AUTO, None, assumed.format(f"the test failed: {error}"))
+
+
+def tested_units(setup: Setup, batch: Any) -> str | Units:
+    """Test the loss before anything is made of it; InputError where it does not split."""
+    if setup.loss is None:  # a setup that nobody trains by
+        return EXAMPLES
+    found = find_units(setup.model, batch, setup.loss, light=True)
+    if found.splits is False:
+        raise InputError(
+            f"parts of the batch would give other gradients: {found.why}",
+            hint="train on whole batches, or say by units= what the loss is averaged over",
+        )
+    if found.splits is None:
+        warnings.warn(f"weighed by examples, untested: {found.why}", UnprovenWarning, stacklevel=3)
+        return EXAMPLES
+    return found.units
+
+
+class _Failed(Exception):
+    """The loss did not run; its message is the reason."""
+
+
+@dataclass(frozen=True)
+class _Values:
+    """Losses of a few examples, whole and in parts."""
+
+    whole: float
+    cuts: list[tuple[list[Any], list[float]]]
+    """Parts and their losses, for each way to cut."""
+    tolerance: float
+
+    def split_by(self, units: str | Units) -> bool:
+        """Whether the parts add up to the whole."""
+        return all(self._adds_up(units, parts, each) for parts, each in self.cuts)
+
+    def _adds_up(self, units: str | Units, parts: list[Any], each: list[float]) -> bool:
+        try:
+            shares = [float(w) for w in weights(units, parts)]
+        except (InputError, IndexError, RuntimeError):
+            return False
+        terms = [w * v for w, v in zip(shares, each, strict=True) if w]  # no unit: 0/0
+        scale = max(abs(self.whole), *(abs(t) for t in terms), 1e-30)
+        return abs(sum(terms) - self.whole) <= self.tolerance * scale
+
+
+class _Trial:
+    """The model on a few examples, in FP64 or as it is."""
+
+    def __init__(self, model: nn.Module, batch: Any, loss: Loss, *, wide: bool) -> None:
+        self.wide, self._model, self._loss = wide, model, loss
+        self._examples = examples_of(batch) or 0
+        self._batch = wide_batch(batch) if wide else _in_type_of(model, batch)
+        self._seen: _Watched | None = None
+        self._open = False
+
+    def found(self, *, gradients: bool) -> SplitFound:
+        """The units by which it splits, or that there are none."""
+        values = self._values(self._batch)
+        assert self._seen is not None
+        read = self._labels(self._seen)
+        kept = self._confirmed([*read, EXAMPLES, SUM], values)
+        if not kept or kept[0] not in read:  # written by hand: masks, and padding by its number
+            kept = self._confirmed([EXAMPLES, SUM, *self._masks()], values)
+        if not kept:
+            return SplitFound(EXAMPLES, False, self._reason(self._seen))
+        units = kept[0]
+        if gradients and not self._gradients_agree(values.cuts[-1][0], units):
+            why = "its parts' losses add up, but their gradients do not"
+            return SplitFound(EXAMPLES, False, why)
+        mean = "the loss is a sum" if units == SUM else f"the loss is a mean over {units}"
+        return SplitFound(units, True, f"{mean}: tested on {self._examples} examples")
+
+    def _confirmed(self, candidates: list[str], values: _Values) -> list[str]:
+        """Those by which the parts add up, also where the tensors they count are changed."""
+        left = [c for c in candidates if values.split_by(c)]
+        for candidate in left:
+            if candidate in (EXAMPLES, SUM) or candidate not in left:
+                continue
+            try:
+                other = self._values(self._changed(candidate))
+            except _Failed:  # the model cannot take such a batch, so it counts nothing by it
+                left = [c for c in left if c != candidate]
+                continue
+            if math.isfinite(other.whole):
+                left = [c for c in left if other.split_by(c)]
+        return left
+
+    def _reason(self, seen: _Watched) -> str:
+        if seen.weighted:
+            return "class weights in the loss: a mean over weights, not over labels"
+        return (
+            "the loss is neither a mean nor a sum over its examples: it compares them with each "
+            "other (contrastive), or divides by something of the whole batch"
+        )
+
+    # -- values --------------------------------------------------------------------------------
+
+    def _values(self, batch: Any) -> _Values:
+        whole, draws = self._whole(batch)
+        assert self._seen is not None
+        kind = max(self._seen.kinds & TOLERANCES.keys(), key=lambda k: TOLERANCES[k],
+                   default=torch.float32)  # fmt: skip
+        failed: _Failed | None = None
+        cuts = []
+        for at in CUTS:
+            if at >= self._examples:
+                continue
+            rows = [(0, at), (at, self._examples)]
+            parts = [cut(batch, *one) for one in rows]
+            try:
+                each = [
+                    float(self._run(part, Slices(draws, one, self._examples)))
+                    for part, one in zip(parts, rows, strict=True)
+                ]
+            except _Failed as error:
+                failed = error
+            else:
+                cuts.append((parts, each))
+        if not cuts:
+            raise failed or _Failed("a batch of two examples at least")
+        return _Values(whole, cuts, TOLERANCES[kind])
+
+    def _whole(self, batch: Any) -> tuple[float, Any]:
+        seen = _Watched()
+        value = float(self._run(batch, seen))
+        if seen.hidden is not None and not self._open:
+            self._open = True  # once more, with kernels whose draws can be cut
+            return self._whole(batch)
+        if self._seen is None:
+            self._seen = seen
+        return value, seen.draws
+
+    def _run(self, batch: Any, mode: Any, parameters: Sequence[torch.Tensor] | None = None) -> Any:
+        """The loss, or with `parameters` its gradients; on a copy that is thrown away."""
+        rewind = kept_streams()
+        try:
+            with self._copy() as (model, memo), self._context(), mode:
+                with torch.set_grad_enabled(parameters is not None):
+                    value = self._loss(model, map_tensors(torch.clone, batch))
+                if parameters is None:
+                    return value.detach()
+                wanted = [memo[id(p)] for p in parameters]
+                return torch.autograd.grad(value, wanted, allow_unused=True)
+        except torch.OutOfMemoryError as error:
+            raise _Failed("out of memory") from error
+        except Exception as error:
+            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise _Failed(first) from error
+        finally:
+            rewind()
+
+    @contextmanager
+    def _context(self) -> Iterator[None]:
+        wide: Any = staying_wide() if self.wide else nullcontext()
+        with open_kernels() if self._open else nullcontext(), wide:
+            yield
+
+    @contextmanager
+    def _copy(self) -> Iterator[tuple[nn.Module, dict[int, Any]]]:
+        """All that is not a parameter is copied; parameters are too where they become FP64."""
+        memo: dict[int, Any] = {}
+        if self.wide:
+            made = wide_model(self._model, memo)
+        else:
+            memo = {id(p): p for p in self._model.parameters()}
+            made = copy.deepcopy(self._model, memo)
+        for module in made.modules():
+            if is_normalization(module):
+                module.eval()
+        yield made, memo
+
+    def _gradients_agree(self, parts: list[Any], units: str | Units) -> bool:
+        """Of as many parameters as are small."""
+        chosen: list[torch.Tensor] = []
+        elements = 0
+        for p in sorted(
+            (p for p in self._model.parameters() if p.requires_grad), key=lambda p: p.numel()
+        ):
+            elements += p.numel()
+            if chosen and elements > GRADIENT_ELEMENTS:
+                break
+            chosen.append(p)
+        seen = _Watched()
+        whole = self._run(self._batch, seen, chosen)
+        totals: list[Any] = [None] * len(chosen)
+        start = 0
+        for part, weight in zip(parts, weights(units, parts), strict=True):
+            stop = start + (examples_of(part) or 0)
+            if float(weight):
+                made = self._run(part, Slices(seen.draws, (start, stop), self._examples), chosen)
+                for number, gradient in enumerate(made):
+                    if gradient is not None:
+                        term = gradient.double() * float(weight)
+                        held = totals[number]
+                        totals[number] = term if held is None else held + term
+            start = stop
+        tolerance = max(TOLERANCES.get(kind, 0.0) for kind in seen.kinds | {torch.float64})
+        scale = max((float(g.double().norm()) for g in whole if g is not None), default=0.0)
+        for expected, total in zip(whole, totals, strict=True):
+            if expected is None and total is None:
+                continue
+            if expected is None or total is None:
+                other = total if expected is None else expected
+                if float(other.double().norm()) > tolerance * scale:
+                    return False
+                continue
+            error = float((expected.double() - total).norm())
+            own = float(expected.double().norm())
+            if not error <= 10 * tolerance * max(own, 1e-3 * scale):
+                return False
+        return True
+
+    # -- candidates ----------------------------------------------------------------------------
+
+    def _labels(self, seen: _Watched) -> list[str]:
+        """Labels that the loss was seen to read, and what it ignored."""
+        made: list[str] = []
+        for target, ignored in seen.targets:
+            valid = target[target != ignored]
+            for path, tensor in tensors_by_path(self._batch).items():
+                if tensor.is_floating_point() or tensor.is_complex():
+                    continue
+                for shift in ("", "[:, 1:]"):
+                    if shift and tensor.dim() < 2:
+                        continue
+                    labels = (tensor[:, 1:] if shift else tensor).flatten()
+                    found = labels[labels != ignored].to(target.dtype)
+                    if found.shape == valid.shape and torch.equal(found, valid):
+                        made.append(f"{path}{shift} != {ignored}")
+        return list(dict.fromkeys(made))
+
+    def _masks(self) -> list[str]:
+        """Ways to count the tensors of the batch: as masks, and without padding."""
+        padding = {getattr(m, "padding_idx", None) for m in self._model.modules()}
+        made: list[str] = []
+        for path, tensor in tensors_by_path(self._batch).items():
+            if tensor.is_complex():
+                continue
+            shifts = ["", "[:, 1:]"] if tensor.dim() > 1 else [""]
+            if bool(((tensor == 0) | (tensor == 1)).all()):
+                made += [f"{path}{shift}" for shift in shifts]
+            if not tensor.is_floating_point() and tensor.dtype is not torch.bool:
+                ends = tensor[:, -1].flatten()[:EXAMPLES_TRIED] if tensor.dim() > 1 else tensor[:0]
+                numbers = [*IGNORED, *sorted(p for p in padding if p is not None)]
+                for value in dict.fromkeys([*numbers, *(int(v) for v in ends)]):
+                    made += [f"{path}{shift} != {value}" for shift in shifts]
+        return list(dict.fromkeys(made))
+
+    def _changed(self, candidate: str) -> Any:
+        """The batch with half of a row not counted by this candidate any more."""
+        path = candidate.partition(" ")[0].partition("[")[0]
+        value = int(candidate.rpartition("!= ")[2]) if "!=" in candidate else 0
+        tensor = tensors_by_path(self._batch)[path]
+        changed = tensor.clone(memory_format=torch.contiguous_format)
+        flat = changed.view(len(changed), -1)
+        row = 1 + int((flat[1:] != value).sum(1).argmax())  # not of the part of one example
+        counted = (flat[row] != value).nonzero().flatten()
+        flat[row, counted[len(counted) // 2 :]] = value
+        return map_tensors(partial(_exchanged, tensor, changed), self._batch)
+
+
+def _exchanged(old: torch.Tensor, new: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
+    return new if held is old else held
+
+
+def _in_type_of(model: nn.Module, batch: Any) -> Any:
+    """In 16 bits where the model is: a step in 16 bits casts its batch, too."""
+    narrow = (torch.float16, torch.bfloat16)
+    kinds = {p.dtype for p in model.parameters()} & set(narrow)
+    if len(kinds) != 1:
+        return batch
+    kind = kinds.pop()
+    return map_tensors(lambda t: t.to(kind) if t.dtype is torch.float32 else t, batch)

@@ -1,0 +1,74 @@
+"""How much of a difference is rounding: measured on the very step that is compared."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..errors import InputError
+from ..torch_private.dispatch import TorchDispatchMode
+from ..torch_private.trees import tree_leaves
+from .distance import RoundingNoise
+from .sides import Plain, Trained
+
+_BITS = {"fp16": 11, "bf16": 8}
+"""Of the significand, the leading one included."""
+EPSILON = {kind: 2.0 ** (1 - bits) for kind, bits in _BITS.items()}
+
+
+class Rounded(TorchDispatchMode):
+    """Rounds what every operation makes to so many bits, and overflows nowhere.
+
+    `seed` rounds up or down at random, as often as the number is near: another sample.
+    """
+
+    def __init__(self, kind: str, seed: int | None = None) -> None:
+        super().__init__()
+        self._bits, self._noise = _BITS[kind], None
+        if seed is not None:
+            self._noise = torch.Generator().manual_seed(seed)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func.is_view:
+            return made
+        for leaf in tree_leaves(made):
+            if isinstance(leaf, torch.Tensor) and leaf.dtype in (torch.float32, torch.float64):
+                rounded_(leaf, self._bits, self._noise)
+        return made
+
+
+@torch.no_grad()
+def rounded_(tensor: torch.Tensor, bits: int, noise: torch.Generator | None = None) -> None:
+    """To the nearest number of so many bits, or to one beside it at random; in place."""
+    if not tensor.numel() or tensor._is_zerotensor() or 0 in tensor.stride():
+        return
+    fraction, exponent = torch.frexp(tensor)
+    scaled = fraction * 2**bits
+    if noise is None:
+        scaled.round_()
+    else:
+        scaled.add_(torch.rand(scaled.shape, generator=noise).to(scaled)).floor_()
+    tensor.copy_(torch.ldexp(scaled / 2**bits, exponent))
+
+
+def trained_in_16_bits(
+    side: Plain, kind: str, data: list[Any], seed: int | None = None
+) -> Trained | None:
+    """What 16 bits make of plain steps, weights and optimizer state included."""
+    for parameter in side.model.parameters():
+        rounded_(parameter.detach(), _BITS[kind])
+    try:
+        with Rounded(kind, seed):
+            return side.train(data)
+    except InputError:
+        return None
+
+
+def noises(exact: Trained, rounded: Trained) -> dict[str, RoundingNoise]:
+    """For each thing that is compared."""
+    rows, others = exact.rows(), rounded.rows()
+    return {what: RoundingNoise.between(rows[what], others[what]) for what in rows}

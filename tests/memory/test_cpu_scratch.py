@@ -1,0 +1,132 @@
+"""The bounds on what CPU kernels take inside, against the allocator's own events."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import shoestring as ss
+from shoestring.memory.cpu_scratch import scratch_above
+from shoestring.memory.device import device_timeline
+from shoestring.memory.live.measure import training_step
+from shoestring.trace.capture import capture
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def allocator_peak(step: Callable[[], Any]) -> int:
+    """Above its level before; no dispatch mode runs here."""
+    for _ in range(2):
+        step()
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(
+        activities=activities, profile_memory=True, acc_events=True
+    ) as found:
+        step()
+    events = [e for e in found.profiler.kineto_results.events() if e.name() == "[memory]"]
+    live = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    return peak
+
+
+class ChannelsLast(nn.Module):
+    """ConvNeXt's: a depthwise convolution, then layers over the last dimension."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.depthwise = nn.Conv2d(width, width, 7, padding=3, groups=width)
+        self.norm, self.wide = nn.LayerNorm(width), nn.Linear(width, 4 * width)
+        self.narrow = nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(self.depthwise(x).permute(0, 2, 3, 1))
+        return x + self.narrow(F.gelu(self.wide(y))).permute(0, 3, 1, 2)
+
+
+class Resized(nn.Module):
+    """SegFormer's decoder: maps of several sizes brought to one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 32, 3, 2, 1), nn.Conv2d(32, 64, 3, 2, 1)
+        self.out = nn.Conv2d(96, 8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        one = F.relu(self.first(x))
+        two = F.interpolate(self.second(one), size=one.shape[2:], mode="bilinear")
+        return F.interpolate(self.out(torch.cat([one, two], 1)), scale_factor=2, mode="bilinear")
+
+
+def convolutions(inside: int, *sizes: int) -> nn.Module:
+    layers: list[nn.Module] = []
+    for before, after in zip((inside, *sizes), sizes, strict=False):
+        layers += [nn.Conv2d(before, after, 3, padding=1), nn.ReLU()]
+    return nn.Sequential(*layers)
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "plain": (lambda: convolutions(3, 32, 64, 64), (8, 3, 32, 32)),
+    "odd channels": (lambda: convolutions(3, 33, 47, 21), (8, 3, 32, 32)),
+    "one pixel": (lambda: nn.Sequential(nn.Conv2d(32, 64, 1), nn.ReLU()), (8, 32, 32, 32)),
+    "depthwise": (lambda: nn.Sequential(*(ChannelsLast(32) for _ in range(3))), (4, 32, 28, 28)),
+    "resized": (Resized, (4, 3, 64, 64)),
+    "linear": (lambda: nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)), (256, 64)),
+}  # fmt: skip
+
+
+def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).square().mean()
+
+
+def resident_bytes(model: nn.Module, batch: torch.Tensor, optimizer: Any) -> int:
+    state = [t for s in optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
+    return sum(t.nbytes for t in (*model.parameters(), *model.buffers(), *state, batch))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_bound_holds_and_is_not_far(name: str) -> None:
+    torch.manual_seed(0)
+    build, shape = CASES[name]
+    model, batch = build(), torch.randn(shape)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
+    real = allocator_peak(lambda: training_step(model, batch, loss, optimizer))
+    real += resident_bytes(model, batch, optimizer)
+    trace = capture(model, batch, loss=loss, optimizer=optimizer)
+    totals = device_timeline(trace).totals
+    bound = int(totals.max()) + scratch_above(trace, totals)
+    assert real <= 1.01 * bound
+    assert bound <= 1.35 * real
+
+
+@pytest.mark.parametrize("share", [0.8, 0.55])
+@pytest.mark.parametrize("name", ["plain", "depthwise"])
+def test_budgets_hold_at_the_allocator(name: str, share: float) -> None:
+    torch.manual_seed(0)
+    build, shape = CASES[name]
+    model, batch = build(), torch.randn(shape)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
+    given: dict[str, Any] = {"loss": loss, "optimizer": optimizer}
+    budget = int(ss.profile(model, batch, accounting="device", **given).peak_bytes * share)
+    try:
+        plan = ss.plan(model, batch, budget=budget, allow="lossless", **given)
+    except ss.BudgetError:
+        pytest.skip("nothing fits so little")
+    step = ss.apply(plan, model, optimizer, loss=loss)
+    step._hold = None
+    real = allocator_peak(lambda: step(batch)) + resident_bytes(model, batch, optimizer)
+    assert real <= budget
+    if plan.predicted.scratch_bytes:
+        assert "scratch of kernels" in str(plan)

@@ -1,0 +1,220 @@
+"""By what a loss splits is found on real values; what does not split is refused by name."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import shoestring as ss
+from shoestring.errors import InputError, UnprovenWarning
+from shoestring.step.apply import apply
+from shoestring.techniques import Microbatching
+from shoestring.techniques.plan import Plan
+from shoestring.techniques.splitting.find import find_units
+from techniques.small_models import SMALL
+
+torch.set_num_threads(1)
+
+
+def net(out: int = 20) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(20, 30), nn.ReLU(), nn.Linear(30, out))
+
+
+def labels() -> torch.Tensor:
+    return torch.arange(8) % 5
+
+
+X = torch.rand(8, 20, generator=torch.Generator().manual_seed(0))
+
+
+def words_batch(ignored: int = -100, *, full: bool = False) -> Any:
+    tokens = torch.arange(8 * 7).reshape(8, 7) % 50
+    aims = tokens.clone()
+    if not full:
+        for row, length in enumerate([7, 1, 3, 2, 7, 5, 4, 6]):
+            aims[row, length:] = ignored
+    return {"tokens": tokens, "labels": aims, "mask": (aims != ignored).float()}
+
+
+def words(ignored: int = -100, *, shifted: bool = False) -> Any:
+    def loss(m: nn.Module, b: Any) -> torch.Tensor:
+        logits, aims = m(b["tokens"]), b["labels"]
+        if shifted:
+            logits, aims = logits[:, :-1], aims[:, 1:]
+        return F.cross_entropy(logits.transpose(1, 2), aims, ignore_index=ignored)
+
+    return loss
+
+
+def masked(m: nn.Module, b: Any) -> torch.Tensor:
+    lost = F.cross_entropy(m(b["tokens"]).transpose(1, 2), b["tokens"], reduction="none")
+    return (lost * b["mask"]).sum() / b["mask"].sum()
+
+
+def noisy(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    time = torch.randint(0, 1000, (len(x), 1))
+    noise, share = torch.randn_like(x), time / 1000
+    return F.mse_loss(m(x * (1 - share) + noise * share), noise)
+
+
+def contrastive(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    made = F.normalize(m(x), dim=1)
+    return F.cross_entropy(made @ made.T * 5, torch.arange(len(x)))
+
+
+def mixed(m: nn.Module, b: Any) -> torch.Tensor:
+    return F.cross_entropy(m(0.7 * b[0] + 0.3 * b[0][torch.randperm(len(b[0]))]), b[1])
+
+
+def class_weights(m: nn.Module, b: Any) -> torch.Tensor:
+    return F.cross_entropy(m(b[0]), b[1], weight=torch.arange(1.0, 21.0).to(b[0].dtype))
+
+
+def items(m: nn.Module, b: Any) -> torch.Tensor:
+    lost = F.cross_entropy(m(b["tokens"]).transpose(1, 2), b["labels"], reduction="sum")
+    return lost / b["items"]
+
+
+SPLIT = {
+    "mean": (net, lambda: X, lambda m, b: m(b).square().mean(), "examples"),
+    "sum": (net, lambda: X, lambda m, b: m(b).square().sum(), "sum"),
+    "classes": (net, lambda: (X, labels()), lambda m, b: F.cross_entropy(m(b[0]), b[1]),
+                "1 != -100"),
+    "noise": (net, lambda: X, noisy, "examples"),
+    "padded": (SMALL["tied"].build, words_batch, words(), "labels != -100"),
+    "another ignored": (SMALL["tied"].build, lambda: words_batch(3), words(3), "labels != 3"),
+    "shifted": (SMALL["tied"].build, words_batch, words(shifted=True), "labels[:, 1:] != -100"),
+    "nothing ignored yet": (SMALL["tied"].build, lambda: words_batch(full=True), words(),
+                            "labels != -100"),
+    "mask": (SMALL["tied"].build, words_batch, masked, "mask"),
+    "mask of ones": (SMALL["tied"].build, lambda: words_batch(full=True), masked, "mask"),
+    "items of the whole": (SMALL["tied"].build,
+                           lambda: {**words_batch(), "items": torch.tensor(35)}, items, "sum"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_units_are_found(name: str) -> None:
+    build, batch, loss, units = SPLIT[name]
+    model = build()
+    before = copy.deepcopy(model.state_dict())
+    stream = torch.get_rng_state()
+    found = find_units(model, batch(), loss)
+    assert (found.splits, found.units) == (True, units), found
+    assert torch.equal(stream, torch.get_rng_state())
+    assert all(p.grad is None for p in model.parameters())
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(),
+                                                  strict=True))  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_parts_by_these_units_have_the_gradient_of_the_whole(name: str) -> None:
+    """With nothing but the default; noise differs, of course."""
+    if name == "noise":
+        return
+    build, batch, loss, _ = SPLIT[name]
+    data, seen = batch(), []
+    for chosen in ([], [Microbatching(3)]):
+        model = copy.deepcopy(build())
+        torch.manual_seed(0)
+        for p in model.parameters():
+            nn.init.normal_(p, std=0.1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        kept: list[torch.Tensor] = []
+        hook = lambda *_, m=model, k=kept: k.extend(  # noqa: E731
+            p.grad.clone() for p in m.parameters()
+        )
+        optimizer.register_step_pre_hook(hook)
+        value = apply(chosen, model, optimizer, loss=loss)(data)
+        seen.append([value, *kept])
+    for whole, parts in zip(*seen, strict=True):
+        torch.testing.assert_close(whole, parts, rtol=2e-5, atol=1e-6)
+
+
+REFUSED = {
+    "contrastive": (lambda: X, contrastive, "compares them with each"),
+    "mixed up": (lambda: (X, labels()), mixed, "compares them with each"),
+    "root of a mean": (lambda: X * torch.arange(1, 9)[:, None],
+                       lambda m, b: m(b).square().mean().sqrt(), "neither a mean nor a sum"),
+    "class weights": (lambda: (X, labels()), class_weights, "class weights"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_split_is_refused_by_name(name: str) -> None:
+    batch, loss, why = REFUSED[name]
+    model = net()
+    found = find_units(model, batch(), loss)
+    assert found.splits is False and why in found.why
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(InputError, match="other gradients"):
+        apply([Microbatching(2)], model, optimizer, loss=loss)(batch())
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(),
+                                                  strict=True))  # fmt: skip
+
+
+def deep() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 64), *(nn.Sequential(nn.Linear(64, 64), nn.GELU())
+                                              for _ in range(4)))  # fmt: skip
+
+
+def test_plans_have_microbatches_where_the_loss_splits() -> None:
+    torch.manual_seed(0)
+    model, x = deep(), torch.randn(512, 64)
+    given: dict[str, Any] = {"optimizer": "sgd-plain", "allow": "lossless"}
+    plan = ss.plan(model, x, loss=lambda m, b: m(b).square().sum(), budget="400 KB", **given)
+    assert plan.microbatching.units == "sum" and plan.kind == "lossless"
+    assert "tested on 4 examples" in plan.choices[-1].why
+    assert Plan.from_dict(plan.to_dict()).microbatching == plan.microbatching
+    with pytest.raises(ss.BudgetError) as raised:
+        ss.plan(model, x, loss=contrastive, budget="400 KB", **given)
+    assert "microbatches are left out" in str(raised.value.hint)
+    with pytest.raises(ss.BudgetError):
+        ss.plan(model, x, loss=lambda m, b: m(b).square().mean(), budget="400 KB",
+                optimizer="sgd-plain", allow="exact")  # fmt: skip
+
+
+def test_fit_tests_the_loss_it_is_given() -> None:
+    torch.manual_seed(0)
+    model, x = deep(), torch.randn(512, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    step = ss.fit(model, x, loss=lambda m, b: m(b).square().sum(), optimizer=optimizer,
+                  budget="400 KB", allow="lossless")  # fmt: skip
+    assert step.plan.microbatching.units == "sum"
+    torch.testing.assert_close(step(x), model(x).square().sum())
+
+
+def test_what_cannot_be_copied_is_assumed_with_a_warning() -> None:
+    class Odd(nn.Linear):
+        def __deepcopy__(self, memo: Any) -> Any:
+            raise RuntimeError("never")
+
+    model = Odd(20, 3)
+    step = apply([Microbatching(4)], model, torch.optim.SGD(model.parameters(), lr=0.1),
+                 loss=lambda m, b: m(b).mean())  # fmt: skip
+    with pytest.warns(UnprovenWarning, match="untested"):
+        step(X)
+    step(X)  # once
+
+
+def test_the_older_name_still_loads() -> None:
+    plan = Plan.from_dict({"microbatching": {"size": 4, "weight": "examples"}})
+    assert plan.microbatching == Microbatching(4, units="examples")
+    assert plan.to_dict() == {"microbatching": {"size": 4, "units": "examples"}}
+
+
+def test_a_tensor_that_is_not_there_is_named() -> None:
+    model = net()
+    step = apply([Microbatching(2, units="labels != -100")], model,
+                 torch.optim.SGD(model.parameters(), lr=0.1),
+                 loss=lambda m, b: m(b["x"]).mean())  # fmt: skip
+    with pytest.raises(InputError, match="no tensor 'labels'") as raised:
+        step({"x": X})
+    assert "x" in str(raised.value.hint)
