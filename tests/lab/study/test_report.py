@@ -78,7 +78,7 @@ def test_rows_are_the_means_of_the_records(tiny, made):
 
 def test_tables_say_n_and_what_is_not_the_real_thing(made):
     text = (made.folder / "tables.md").read_text()
-    assert "(n = 2) * | 90.00 ± 0.50 |" in text
+    assert "(n = 2) \\* | 90.00 ± 0.50 |" in text
     assert "trained by a fast equivalent (simulated = yes)" in text
     assert f"{FAILED} runs failed." in text and "not ended" not in text
     assert "Pareto-optimal settings" in text and "The best within equal memory" in text
