@@ -409,9 +409,8 @@ def _within(seen: Distance, bound: float | None) -> bool:
 
 
 def _is_cut(plan: Plan, batch: Any) -> bool:
-    return plan.examples_together(batch) < (examples_of(batch) or 0) and any(
-        technique.examples_together(batch) is not None for technique in plan.techniques
-    )
+    cuts = any(technique.examples_together(batch) is not None for technique in plan.techniques)
+    return cuts and plan.examples_together(batch) < (examples_of(batch) or 0)
 
 
 def _runs_in_parts(plan: Plan, batch: Any) -> bool:
