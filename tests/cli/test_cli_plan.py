@@ -36,21 +36,21 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 def test_a_plan_as_json_and_as_a_file(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "plan.toml"
-    status, out, err = run(*MODEL, "--budget", "6 MB", "--json", "-o", str(file))
+    status, out, err = run(*MODEL, "--budget", "7.6 MB", "--json", "-o", str(file))
     assert (status, err) == (0, "")
     made = json.loads(out)
-    assert made["budget_bytes"] == 6_000_000
-    assert made["predicted"]["peak_bytes"] <= 6_000_000 * (1 - made["margin"])
+    assert made["budget_bytes"] == 7_600_000
+    assert made["predicted"]["peak_bytes"] <= 7_600_000 * (1 - made["margin"])
     assert made["predicted"]["peak_bytes"] < made["plain"]["peak_bytes"]
     assert made["kind"] == "lossless" and {c["kind"] for c in made["choices"]} == {"lossless"}
     assert ss.Plan.load(file).to_dict() == made["plan"]
-    assert file.read_text().startswith("# lossless, for 6.0 MB: predicted ")
+    assert file.read_text().startswith("# lossless, for 7.6 MB: predicted ")
 
 
 def test_a_plan_for_people(run: Run) -> None:
-    status, out, _ = run(*MODEL, "--budget", "6 MB")
+    status, out, _ = run(*MODEL, "--budget", "7.6 MB")
     assert status == 0
-    assert "lossless, for 6.0 MB: predicted" in out and "  checkpointing  " in out
+    assert "lossless, for 7.6 MB: predicted" in out and "  checkpointing  " in out
 
 
 def test_the_front_is_printed_and_plotted(run: Run, tmp_path: Path) -> None:

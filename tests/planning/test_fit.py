@@ -55,7 +55,7 @@ class Refusing:
 
 def half(model: nn.Module, batch: Any, loss: Any) -> int:
     peak = ss.measure(copy.deepcopy(model), batch, loss=loss, optimizer="sgd").peak_bytes
-    return int(0.8 * peak)
+    return int(0.9 * peak)
 
 
 def test_fit_is_plan_and_apply() -> None:

@@ -173,5 +173,5 @@ def test_an_empty_file_is_refused_and_a_plain_plan_is_not_empty(tmp_path: Path, 
 
 def test_a_function_cannot_be_written() -> None:
     plan = Plan(microbatching=Microbatching(2, weight=len))
-    with pytest.raises(InputError, match="weight is a function"):
+    with pytest.raises(InputError, match="units is a function"):
         plan.to_toml()

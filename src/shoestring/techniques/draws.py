@@ -71,19 +71,18 @@ class RngReplay:
         return self._count == len(self._places)
 
 
-_observers: list[
-    RecomputeObserver
-] = []  # of the process: backward runs in threads of autograd's own
+_observers: list[RecomputeObserver | None] = []
+"""Of the process: backward runs in threads of autograd's own."""
 
 
 @contextmanager
-def observed_by(observer: RecomputeObserver) -> Iterator[None]:
-    """Tell it of every recomputation until the end."""
+def observed_by(observer: RecomputeObserver | None) -> Iterator[None]:
+    """Tell it of every recomputation until the end; None: nobody is told."""
     _observers.append(observer)
     try:
         yield
     finally:
-        _observers.remove(observer)
+        _observers.pop()
 
 
 def observer() -> RecomputeObserver | None:

@@ -409,7 +409,7 @@ def _within(seen: Distance, bound: float | None) -> bool:
 
 
 def _is_cut(plan: Plan, batch: Any) -> bool:
-    cuts = any(technique.examples_together(batch) is not None for technique in plan.techniques)
+    cuts = any(t.examples_together(batch) is not None for t in plan.techniques)
     return cuts and plan.examples_together(batch) < (examples_of(batch) or 0)
 
 

@@ -153,6 +153,7 @@ def test_no_value_is_read_on_the_host(optimizer, rounding, kind):
 
 def test_no_value_is_read_by_microbatches_either(monkeypatch):
     monkeypatch.setattr("shoestring.techniques.microbatching._is_zero", lambda w: False)  # a GPU's
+    monkeypatch.setattr("shoestring.techniques.splitting.units.readable", lambda t: False)
     small = SMALL["mlp"]
     model, (inputs, labels) = small.build(), small.batch()
     technique = Microbatching(4, weight=lambda b: (b[1] >= 0).sum(), accumulate="compensated")

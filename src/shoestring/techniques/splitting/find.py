@@ -30,6 +30,7 @@ from ...trace.streams import kept_streams, rewound_streams
 from ...trace.untouched import Untouched, hooks_of
 from ...trace.wide import staying_wide, wide_batch, wide_model
 from ..base import Setup
+from ..draws import observed_by
 from . import SplitFound
 from .draws import Drawn, Slices, open_kernels
 from .units import AUTO, EXAMPLES, SUM, Units, tensors_by_path, weights
@@ -94,7 +95,7 @@ def find_units(model: nn.Module, batch: Any, loss: Loss, *, light: bool = False)
     untouched = Untouched(
         [loss, *hooks_of(model)], []
     )  # other networks that the loss trains or moves
-    with warnings.catch_warnings(), rewound_streams(), untouched:
+    with warnings.catch_warnings(), rewound_streams(), untouched, observed_by(None):
         warnings.simplefilter("ignore")
         size = sum(p.numel() * max(p.element_size(), 8) for p in model.parameters())
         few, wide = cut(batch, 0, EXAMPLES_TRIED), size <= WIDE_BYTES
