@@ -134,7 +134,7 @@ def rows_of(name: str, case: Case, arguments: argparse.Namespace) -> Iterator[Ro
         model, case.batch, loss=case.loss, optimizer=case.optimizer, allow=arguments.allow,
         device=device,
     )  # fmt: skip
-    first, last = int(0.9 * planner.estimates.plain.peak_bytes), planner.smallest_bytes()
+    first, last = int(0.9 * planner.estimates.plain.needed_bytes), planner.smallest_bytes()
     print(f"{name}: chain in {time.perf_counter() - start:.1f} s", file=sys.stderr)
     count = arguments.budgets
     for number in range(count):
@@ -146,7 +146,7 @@ def rows_of(name: str, case: Case, arguments: argparse.Namespace) -> Iterator[Ro
         row = {
             "name": name,
             "device": device,
-            "plain_bytes": planner.estimates.plain.peak_bytes,
+            "plain_bytes": planner.estimates.plain.needed_bytes,
             "budget_bytes": budget,
             "predicted_bytes": plan.predicted.peak_bytes,
             "predicted_times_plain": plan.predicted.seconds / plan.plain.seconds,

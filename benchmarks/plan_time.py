@@ -101,7 +101,7 @@ def planned(name: str, share: float, device: str) -> dict[str, Any]:
         model, batch, loss=loss, optimizer="adamw", device=device, costs=NOMINAL[device]
     )
     try:
-        plan = planner.plan(int(share * planner.estimates.plain.peak_bytes)).short()
+        plan = planner.plan(int(share * planner.estimates.plain.needed_bytes)).short()
     except ss.BudgetError as error:
         plan = error.message
     return {

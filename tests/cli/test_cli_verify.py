@@ -169,7 +169,11 @@ def test_tokens(run: Run) -> None:
     ran = run("verify", "dc-transformer-width-64-encoder-2-decoder-2", *flags.split())
     assert ran.status == 0
     assert (ran.data["batch"], ran.data["batch_unit"]) == (500, "tokens")
-    assert ran.data["plan"]["microbatching"] == {"size": 10, "units": "target_out != 1"}
+    assert ran.data["plan"]["microbatching"] == {
+        "size": 250,
+        "unit": "tokens",
+        "units": "target_out != 1",
+    }
 
 
 def test_status_one_when_a_lossless_claim_fails(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
