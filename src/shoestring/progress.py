@@ -45,6 +45,7 @@ def working(what: str) -> Iterator[None]:
 AGAIN_SECONDS = 0.2
 """A signal that comes twice within this time came once: `timeout` and some shells send two."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+"""The stronger one first."""
 
 
 @contextmanager
@@ -78,14 +79,16 @@ def asked_to_end() -> Iterator[list[int]]:
 
 def _end_at_the_second(signals: socket.socket) -> None:
     """Until the other end is closed; the system writes the number of every signal there."""
-    first: float | None = None
+    first: dict[int, float] = {}
     while data := signals.recv(1):
         if data[0] not in _SIGNALS:
             continue
         now = time.monotonic()
-        if first is None:
-            first = now
-        elif now - first > AGAIN_SECONDS:
+        # Ray answers a SIGTERM with a SIGINT of its own: only a stronger signal is a second one.
+        weaker = [first[n] for n in _SIGNALS[_SIGNALS.index(data[0]) :] if n in first]
+        if data[0] not in first:
+            first[data[0]] = now
+        if weaker and now - min(weaker) > AGAIN_SECONDS:
             name = signal.Signals(data[0]).name
             said = f"ended by a second signal, {name}; everything up to the last snapshot is kept\n"
             with suppress(OSError):

@@ -462,6 +462,8 @@ def test_what_writes_to_a_buffer_makes_a_lossy_plan(build: Any, accounting: str)
         assert plan.microbatching is None
         compared = {"loss": cross_entropy, "optimizer": given["optimizer"], "steps": 2}
         assert ss.verify(plan, model, [batch], **compared).ok
+    if build is assigning:  # what it assigns, it uses: parts of its batch have other gradients
+        return
     lossy = ss.plan(model, batch, budget=int(plain * 0.3), allow="bn-microbatch", **given)
     assert "microbatching" in {choice.part for choice in lossy.choices if choice.kind == LOSSY}
 
