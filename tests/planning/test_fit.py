@@ -311,7 +311,9 @@ def test_enforced_on_cuda() -> None:
     try:
         step = fit(model, data, loss=loss, optimizer=sgd(model), budget=budget, enforce=True)
         torch.cuda.reset_peak_memory_stats()
-        losses = [float(step(data)) for _ in range(4)]
+        with warnings.catch_warnings():  # it may have no room for a graph, and says so
+            warnings.filterwarnings("ignore", "the step is not captured", RuntimeWarning)
+            losses = [float(step(data)) for _ in range(4)]
         assert torch.cuda.max_memory_reserved() <= budget < plain
         assert losses[-1] < losses[0]
         with pytest.raises(torch.cuda.OutOfMemoryError):  # the allocator gives out no more

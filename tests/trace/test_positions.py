@@ -27,6 +27,8 @@ LABELS: dict[str, Loss] = {
     "gather": lambda m, b: m(b[0]).log_softmax(-1).gather(1, b[1][:, None] % 8).mean(),
     "picked": lambda m, b: m(b[0])[torch.arange(len(b[0])), b[1] % 8].mean(),
     "embedding": lambda m, b: (m(b[0]) * m.table(b[1])).mean(),
+    "masked": lambda m, b: m(b[0]).masked_select((b[1] > 3)[:, None]).mean(),
+    "indexed by a mask": lambda m, b: m(b[0])[b[1] > 3].mean(),
     "one hot": lambda m, b: F.mse_loss(m(b[0]), F.one_hot(b[1] % 8, 8).float()),
 }
 

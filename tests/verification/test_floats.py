@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
 from shoestring.verification.floats import computed_kinds
+from shoestring.verification.noise import Rounded
 
 
 def test_autocast_shows_and_views_do_not() -> None:
@@ -17,3 +19,17 @@ def test_autocast_shows_and_views_do_not() -> None:
     assert computed_kinds(run) == {torch.float32}
     with torch.autocast("cpu", torch.bfloat16):
         assert computed_kinds(run) == {torch.float32, torch.bfloat16}
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_numbers_are_rounded_as_their_type_rounds(kind: str, dtype: torch.dtype) -> None:
+    """In the range of the type; beyond it nothing overflows."""
+    torch.manual_seed(0)
+    x = (torch.rand(1000) + 0.01) * 10
+    expected = x.to(dtype).float()
+    with Rounded(kind):
+        made = x + 0
+    assert torch.equal(made, expected)
+    least = torch.tensor([torch.finfo(torch.float32).min, torch.inf])
+    with Rounded(kind, seed=0):
+        assert torch.equal(least + 0, least)

@@ -7,6 +7,8 @@ many rows as the batch. Labels and tokens never do.
 
 from __future__ import annotations
 
+import torch
+
 from .graph import Op, Role, Trace
 
 _FIRST = frozenset(
@@ -26,7 +28,8 @@ def index_like(trace: Trace, examples: int) -> list[int]:
         if not reads:
             continue
         for name, spec in op.inputs:
-            if spec.value in source and _indexes_rows(trace, op, name, examples):
+            mask = spec.dtype in (torch.bool, torch.uint8)  # it is cut with what it masks
+            if spec.value in source and not mask and _indexes_rows(trace, op, name, examples):
                 found |= source[spec.value]
         for spec in op.outputs:
             if not spec.dtype.is_floating_point:

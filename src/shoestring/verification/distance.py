@@ -23,6 +23,8 @@ NEAR_MULTIPLE = 3.0
 """Of the noise that 16 bits make in this very step, what a step in 16 bits may differ by."""
 NEAR_SPREAD = 6.0
 """The same of the noise of all tensors together: a ReLU that switches changes a small one much."""
+NEAR_LARGEST = 0.2
+"""In L2 over all gradients: rounding that changes them by more is not near, however measured."""
 GAIN = 0.75
 """Of 16 bits' epsilon, what all gradients together may be longer or shorter by."""
 EXACT = 1e-6
@@ -126,6 +128,11 @@ def _usual_elements(tensors: Tensors) -> dict[Any, float]:
         squares[_kind(name)] = squares.get(_kind(name), 0.0) + _norm_of(tensor) ** 2
         counts[_kind(name)] = counts.get(_kind(name), 0) + tensor.numel()
     return {kind: math.sqrt(squares[kind] / max(counts[kind], 1)) for kind in squares}
+
+
+def total(expected: Tensors, found: Tensors) -> float:
+    """||found − expected|| / ||expected|| over all tensors together."""
+    return RoundingNoise.between(expected, found).relative
 
 
 def gain(expected: Tensors, found: Tensors) -> float:

@@ -52,7 +52,8 @@ def rounded_(tensor: torch.Tensor, bits: int, noise: torch.Generator | None = No
         scaled.round_()
     else:
         scaled.add_(torch.rand(scaled.shape, generator=noise).to(scaled)).floor_()
-    tensor.copy_(torch.ldexp(scaled / 2**bits, exponent))
+    made = torch.ldexp(scaled / 2**bits, exponent)
+    tensor.copy_(torch.where(made.isinf(), tensor, made))  # the largest number stays finite
 
 
 def trained_in_16_bits(
@@ -63,9 +64,11 @@ def trained_in_16_bits(
         rounded_(parameter.detach(), _BITS[kind])
     try:
         with Rounded(kind, seed):
-            return side.train(data)
+            made = side.train(data)
     except InputError:
         return None
+    finite = all(bool(torch.isfinite(tensor).all()) for tensor in made.all().values())
+    return made if finite else None
 
 
 def noises(exact: Trained, rounded: Trained) -> dict[str, RoundingNoise]:

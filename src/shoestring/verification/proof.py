@@ -28,6 +28,7 @@ from .distance import (
     EXACT,
     EXACT_NARROW,
     GAIN,
+    NEAR_LARGEST,
     NEAR_MULTIPLE,
     NEAR_SPREAD,
     ROUNDING_MULTIPLE,
@@ -35,6 +36,7 @@ from .distance import (
     RoundingNoise,
     distance,
     gain,
+    total,
 )
 from .floats import computed_kinds
 from .noise import EPSILON, noises, trained_in_16_bits
@@ -243,6 +245,10 @@ class Proof:
             seen = distance(expected, found, near, NEAR_MULTIPLE, NEAR_SPREAD)
             bound, within = seen.bound, seen.within
             longer = self._longer(expected, found) if what == "gradients" else 0.0
+            whole = total(expected, found) if what == "gradients" else 0.0
+            if whole > NEAR_LARGEST:
+                why = f"16 bits change all gradients together by {whole:.0%}"
+                return Comparison(what, claim, Level.LOSSY, whole, NEAR_LARGEST, why)
             if longer:
                 why = f"all gradients together are {1 + longer:.3f} times as long as in 16 bits"
                 return Comparison(what, claim, Level.LOSSY, abs(longer), 0.0, why)

@@ -15,7 +15,7 @@ from shoestring.errors import InputError, UnprovenWarning
 from shoestring.step.apply import apply
 from shoestring.techniques import Microbatching
 from shoestring.techniques.plan import Plan
-from shoestring.techniques.splitting.find import find_units
+from shoestring.techniques.splitting.find import _Trial, find_units
 from techniques.small_models import SMALL
 
 torch.set_num_threads(1)
@@ -218,3 +218,33 @@ def test_a_tensor_that_is_not_there_is_named() -> None:
     with pytest.raises(InputError, match="no tensor 'labels'") as raised:
         step({"x": X})
     assert "x" in str(raised.value.hint)
+
+
+class OnCuda(_Trial):
+    """As on a GPU: a number that the tensor does not have cannot be tried."""
+
+    def _ends_the_process(self, candidate: str) -> bool:
+        tensor, value = self._counted(candidate)
+        return not bool((tensor == value).any())
+
+
+def test_nothing_is_tried_that_ends_a_process_on_cuda() -> None:
+    """Tokens are inputs and labels: -100 is no row of an embedding, which CUDA answers by dying."""
+
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(11, 8), nn.Linear(8, 11)
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            assert int(tokens.min()) >= 0
+            return self.head(self.embed(tokens))
+
+    def loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+        scores = model(tokens)[:, :-1].flatten(0, 1)
+        return F.cross_entropy(scores, tokens[:, 1:].flatten())
+
+    torch.manual_seed(0)
+    tokens = torch.randint(11, (4, 6))
+    found = OnCuda(Words(), tokens, loss, wide=True).found(gradients=True)
+    assert found.splits and found.units == "batch[:, 1:] != -100", found

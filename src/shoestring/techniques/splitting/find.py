@@ -116,6 +116,8 @@ def tested_units(setup: Setup, batch: Any) -> str | Units:
     if setup.loss is None:  # a setup that nobody trains by
         return EXAMPLES
     found = find_units(setup.model, batch, setup.loss, light=True)
+    if next(setup.model.parameters()).is_cuda:
+        torch.cuda.empty_cache()  # a graph that is captured later cannot take it from the cache
     if found.splits is False:
         raise InputError(
             f"parts of the batch would give other gradients: {found.why}",
@@ -169,7 +171,7 @@ class _Trial:
         values = self._values(self._batch)
         assert self._seen is not None
         read = self._labels(self._seen)
-        kept = self._confirmed([*read, EXAMPLES, SUM], values)
+        kept = self._confirmed([*read, EXAMPLES, SUM], values, seen=read)
         if not kept or kept[0] not in read:  # written by hand: masks, and padding by its number
             kept = self._confirmed([EXAMPLES, SUM, *self._masks()], values)
         if not kept:
@@ -181,11 +183,19 @@ class _Trial:
         mean = "the loss is a sum" if units == SUM else f"the loss is a mean over {units}"
         return SplitFound(units, True, f"{mean}: tested on {self._examples} examples")
 
-    def _confirmed(self, candidates: list[str], values: _Values) -> list[str]:
-        """Those by which the parts add up, also where the tensors they count are changed."""
+    def _confirmed(
+        self, candidates: list[str], values: _Values, seen: Sequence[str] = ()
+    ) -> list[str]:
+        """Those by which the parts add up, also where the tensors they count are changed.
+
+        Those that the loss was `seen` to count by need no such proof where it cannot be had.
+        """
         left = [c for c in candidates if values.split_by(c)]
         for candidate in left:
             if candidate in (EXAMPLES, SUM) or candidate not in left:
+                continue
+            if self._ends_the_process(candidate):
+                left = [c for c in left if c != candidate or c in seen]
                 continue
             try:
                 other = self._values(self._changed(candidate))
@@ -357,11 +367,24 @@ class _Trial:
                     made += [f"{path}{shift} != {value}" for shift in shifts]
         return list(dict.fromkeys(made))
 
-    def _changed(self, candidate: str) -> Any:
-        """The batch with half of a row not counted by this candidate any more."""
+    def _counted(self, candidate: str) -> tuple[torch.Tensor, int]:
+        """The tensor it counts, and the number it leaves out."""
         path = candidate.partition(" ")[0].partition("[")[0]
         value = int(candidate.rpartition("!= ")[2]) if "!=" in candidate else 0
-        tensor = tensors_by_path(self._batch)[path]
+        return tensors_by_path(self._batch)[path], value
+
+    def _ends_the_process(self, candidate: str) -> bool:
+        """Whether the changed batch could be one that no error message survives.
+
+        A number that the tensor does not have may be none that an embedding has. The CPU says so;
+        on CUDA it is an assertion of a kernel, after which nothing runs any more.
+        """
+        tensor, value = self._counted(candidate)
+        return tensor.is_cuda and not bool((tensor == value).any())
+
+    def _changed(self, candidate: str) -> Any:
+        """The batch with half of a row not counted by this candidate any more."""
+        tensor, value = self._counted(candidate)
         changed = tensor.clone(memory_format=torch.contiguous_format)
         flat = changed.view(len(changed), -1)
         row = 1 + int((flat[1:] != value).sum(1).argmax())  # not of the part of one example
