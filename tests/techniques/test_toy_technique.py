@@ -134,7 +134,8 @@ def test_its_flag_is_on_the_command_line_and_in_studies(tmp_path: Path) -> None:
     call("report", "out")
     table = next((tmp_path / "out").rglob("tables.md")).read_text()
     assert "state type" in table and "bf16" in table
-    call("train", "tiny_nets:tiny_linear", "--data", "digits", "--epochs", "1", "--batch", "200",
-         "--state-type", "bf16", "--out", "runs/one")  # fmt: skip
+    for kind in ("fp32", "bf16"):
+        call("train", "tiny_nets:tiny_linear", "--data", "digits", "--epochs", "1", "--batch",
+             "200", "--state-type", kind, "--out", f"runs/{kind}")  # fmt: skip
     call("report", "runs", "--out", "loose")
     assert "bf16" in next((tmp_path / "loose").rglob("tables.md")).read_text()
