@@ -24,6 +24,7 @@ from .planning.fit import fit
 from .planning.planner import plan
 from .planning.result import BudgetPlan, Choice, FrontPoint
 from .step.apply import apply
+from .step.clipping import Clip
 from .step.profiling import profile
 from .step.shares import Parallel
 from .step.step import Step
@@ -48,6 +49,7 @@ __all__ = [
     "Certificate",
     "Checkpointing",
     "Choice",
+    "Clip",
     "Comparison",
     "FrontPoint",
     "InputError",

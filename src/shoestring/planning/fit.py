@@ -11,8 +11,10 @@ from torch import nn
 
 from ..errors import BudgetError, InputError, TraceError
 from ..step.apply import apply
+from ..step.clipping import Clip
 from ..step.holding import Hold, shapes_of
-from ..step.step import Step, revisable
+from ..step.setting_up import revisable
+from ..step.step import Step
 from ..techniques.splitting.find import find_units
 from ..torch_private.fake_tensors import FakeTensorMode
 from ..trace.capture import Loss, check_trainable
@@ -36,6 +38,7 @@ def fit(
     budget: str | int,
     allow: str | Iterable[str] | None = None,
     enforce: bool = False,
+    clip: float | Clip | None = None,
 ) -> Step:
     """Make a training step that stays within the budget: `plan`, `apply`, and again if need be.
 
@@ -51,6 +54,7 @@ def fit(
         budget: Bytes, or text such as "8 GB".
         allow: As for `plan`.
         enforce: CUDA's allocator gives out no more than the budget.
+        clip: As for `apply`.
 
     Returns:
         A `Step`; `step(batch)` is forward, backward and update.
@@ -84,7 +88,7 @@ def fit(
         return Planner(model, batch, optimizer=optimizer, **given)  # its values are needed
 
     tighter = _Tighter(planner_for, batch, budget_bytes)
-    step = apply(tighter.first, model, optimizer, loss=loss)
+    step = apply(tighter.first, model, optimizer, loss=loss, clip=clip)
     assert isinstance(step.plan, BudgetPlan)
     step._hold = Hold(step, step.plan, tighter)
     if enforce:

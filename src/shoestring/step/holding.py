@@ -13,7 +13,7 @@ from ..errors import BudgetError, BudgetWarning
 from ..techniques.plan import Plan
 from ..trace.batches import tensors_of
 from ..trace.streams import kept_streams
-from ..units import format_size
+from ..units import format_size, plural
 
 if TYPE_CHECKING:
     from .step import Step
@@ -29,24 +29,31 @@ class Hold:
     """Runs the steps of a plan for a budget and compares what they need with it.
 
     On CUDA the allocator's peak is read after every step. On the CPU storages are followed in the
-    second step of every shape, which has all optimizer state; the others run as they are.
+    second step of every kind (shapes, with an update or without) once there is optimizer state; the
+    others run as they are.
     """
 
     def __init__(self, step: Step, plan: Plan, tighten: Tighten | None = None) -> None:
         self._step, self._plan, self._tighten = step, plan, tighten
         self._seen: dict[Any, int] = {}
+        self._followed: set[Any] = set()
+        """Kinds of steps whose storages were followed, on the CPU."""
         assert plan.budget_bytes is not None
         self._budget_bytes: int = plan.budget_bytes
         self._moving: set[str] | None = None
         """Buffers that a step writes to, known after the first."""
         self._first: dict[str, torch.Tensor] = {}
 
-    def __call__(self, batch: Any) -> torch.Tensor:
-        """One step; where the device runs out of memory, as if it had not begun."""
+    def __call__(self, batch: Any, update: bool = True) -> torch.Tensor:
+        """One step; where the device runs out of memory, as if it had not begun.
+
+        Gradients of batches before it cannot be told from its own, and are lost with it.
+        """
         for _ in range(RETRIES):
             undo = self._undo()
+            waiting = self._step.accumulated
             try:
-                loss, peak_bytes = self._run(batch)
+                loss, peak_bytes = self._run(batch, update)
             except Exception as error:
                 if not out_of_memory(error):
                     raise
@@ -55,6 +62,10 @@ class Hold:
                 return loss
             # Only now: the error's traceback held the tensors of the step.
             message = self._failed(undo)
+            if waiting:
+                before = plural(waiting, "batch", "batches")
+                message += f"; accumulated gradients of {before} before it are lost"
+                raise BudgetError(message, hint=f"{_HINT}; then run those batches again")
             if self._tighten is None:
                 raise BudgetError(message, hint=_HINT)
             warnings.warn(message, BudgetWarning, stacklevel=3)
@@ -74,26 +85,27 @@ class Hold:
     def _go_on(self, batch: Any, peak_bytes: int | None) -> None:
         assert self._tighten is not None
         self._tighten(self._step, batch, peak_bytes)
-        self._plan, self._seen = self._step.plan, {}
+        self._plan, self._seen, self._followed = self._step.plan, {}, set()
 
-    def _run(self, batch: Any) -> tuple[torch.Tensor, int | None]:
+    def _run(self, batch: Any, update: bool) -> tuple[torch.Tensor, int | None]:
         step = self._step
         if next(step.model.parameters()).device.type == "cuda":
             before = torch.cuda.max_memory_allocated()
             if before > self._budget_bytes:  # of something else, and it would hide this step
                 torch.cuda.reset_peak_memory_stats()
                 before = 0
-            loss = step._run(batch)
+            loss = step._run(batch, update)
             if step.captured and step.captured_peak_bytes > self._budget_bytes:
                 self._run_eagerly()
                 return loss, None
             reached = torch.cuda.max_memory_allocated()
             return loss, reached if reached > before else None
-        shapes = shapes_of(batch)
-        self._seen[shapes] = self._seen.get(shapes, 0) + 1
-        if self._seen[shapes] != 2:
-            return step._run(batch), None
-        peak_bytes = step.measure(batch).peak_bytes
+        kind = shapes_of(batch), update, bool(step.accumulated)
+        self._seen[kind] = self._seen.get(kind, 0) + 1
+        if kind in self._followed or self._seen[kind] < 2 or not step.steady:
+            return step._run(batch, update), None
+        self._followed.add(kind)
+        peak_bytes = step.measure(batch, update=update).peak_bytes
         assert step.loss is not None
         return step.loss, peak_bytes
 
