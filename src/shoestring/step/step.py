@@ -390,10 +390,13 @@ def apply_alone(
     *,
     loss: Loss,
     clip: float | Clip | None = None,
+    backward: Callable[[torch.Tensor], None] | None = None,
 ) -> Step:
-    """The step of one process; see `apply`."""
+    """The step of one process; see `apply`. `backward` in place of the loss's own."""
     clip = Clip.of(clip)
     chosen, setup = prepare(plan, model, optimizer, loss=loss)
+    if backward is not None:
+        setup.backward = backward
     base = transform(setup, chosen.techniques)
     step = Step(setup, chosen, clip)
     step._base = base
