@@ -29,6 +29,7 @@ from .step.shares import Parallel
 from .step.step import Step
 from .techniques import (
     Checkpointing,
+    FusedUpdate,
     Microbatching,
     Precision,
     Sparsity,
@@ -50,6 +51,7 @@ __all__ = [
     "Choice",
     "Comparison",
     "FrontPoint",
+    "FusedUpdate",
     "InputError",
     "Level",
     "Measurement",

@@ -14,13 +14,14 @@ from ..errors import InputError, TraceError
 from ..memory.cpu_scratch import scratch_above
 from ..memory.device import device_timeline
 from ..memory.prediction import Prediction
+from ..memory.reserved import reserved
 from ..memory.timeline import resident_bytes
 from ..memory.work import Work, work_of_passes
 from ..techniques import registered
 from ..techniques.base import Technique
 from ..techniques.offers import Conditions, Context, Scheduled, Scheduler, Update
 from ..techniques.plan import Plan
-from ..trace.graph import Trace
+from ..trace.graph import Role, Trace
 from .cost import Costs
 from .residents import largest, traced_update
 from .search import Candidate
@@ -38,14 +39,15 @@ class DeviceEstimates:
         self.trained: dict[str, int] = {
             p.name: p.numel * p.dtype.itemsize for p in context.trace.parameters if p.has_gradient
         }
-        self._passes: Work = work_of_passes(context.trace)
+        self.passes: Work = work_of_passes(context.trace)
         self._fixed_bytes: int = resident_bytes(device_timeline(context.trace))
+        self.room_bytes: int | None = None
+        """What a captured step may reserve; more, and it is taken to run eagerly."""
 
     @cached_property
     def plain(self) -> Prediction:
         """The step without a plan."""
-        seconds = self._seconds(Setting(), self._passes)
-        return self._predicted(Setting(), self.context.trace, seconds, int(self._passes.flops))
+        return self._predicted(Setting(), self.context.trace, self.passes)
 
     # -- a setting -----------------------------------------------------------------------------
 
@@ -104,20 +106,29 @@ class DeviceEstimates:
             cost=lambda work: self._costs.seconds(work, number_type),
         )
 
-    def _seconds(self, setting: Setting, work: Work) -> float:
+    def _seconds(self, setting: Setting, work: Work, captured: bool | None = None) -> float:
         """Of a whole step whose passes over the minibatch take so much work."""
+        if captured is None:
+            captured = self._capturable(setting)
         now, by = self.update(setting), setting.scales
         again = (by.parts - 1) * (2 * now.model_bytes + 3 * now.gradient_bytes)
         passes = work.times(1, by.width, by.parts) + Work(0, again, 0)
-        step = self._costs.step_seconds(passes, by.number_type)
-        return step + self._costs.step_seconds(now.work)
+        step = self._costs.step_seconds(passes, by.number_type, captured=captured)
+        return step + self._costs.step_seconds(now.work, captured=captured)
+
+    def _capturable(self, setting: Setting) -> bool:
+        """On CUDA, whether the update can be part of a graph."""
+        if self.context.device != "cuda":
+            return False
+        known = any(t.updates_on_device for t in setting.techniques)
+        return known or self.context.trace.capturable
 
     # -- estimates -----------------------------------------------------------------------------
 
     def least_seconds(self, setting: Setting) -> float:
         """Nothing is recomputed."""
         kept = None if self._scheduler is None else self._scheduler.kept
-        works = [self._passes, *([] if kept is None else [kept])]
+        works = [self.passes, *([] if kept is None else [kept])]
         return min(self._seconds(setting, work) for work in works)
 
     def least_bytes(self, setting: Setting) -> int:
@@ -152,11 +163,11 @@ class DeviceEstimates:
         """The passes as they are, scaled."""
         passes = int(device_timeline(self.context.trace).totals.max(initial=0)) - self._fixed_bytes
         peak = at.resident_bytes + int(passes * at.scales.share * at.scales.width)
-        return [Scheduled(None, max(peak, at.floor_bytes), self._passes)]
+        return [Scheduled(None, max(peak, at.floor_bytes), self.passes)]
 
     def _candidate(self, setting: Setting, found: Scheduled) -> Candidate:
-        seconds, flops = self._seconds(setting, found.work), int(found.work.flops)
-        return Candidate(setting, found.technique, found.peak_bytes, seconds, flops)
+        seconds = self._seconds(setting, found.work)
+        return Candidate(setting, found.technique, found.peak_bytes, seconds, found.work)
 
     # -- predictions ---------------------------------------------------------------------------
 
@@ -169,16 +180,39 @@ class DeviceEstimates:
                 f"left out, {candidate.plan.short()}: {error}", RuntimeWarning, stacklevel=2
             )
             return None
-        return self._predicted(candidate.setting, trace, candidate.seconds, candidate.flops)
+        return self._predicted(candidate.setting, trace, candidate.work)
 
-    def _predicted(self, setting: Setting, trace: Trace, seconds: float, flops: int) -> Prediction:
+    def _predicted(self, setting: Setting, trace: Trace, work: Work) -> Prediction:
         totals = device_timeline(trace).totals
         passes, state = int(totals.max(initial=0)), self.update(setting).state_bytes
         peak = max(passes + state, self._conditions(setting).floor_bytes)
         device = self.context.device
         scratch = scratch_above(trace, totals) if device == "cpu" else 0
         above = max(passes + state + scratch - peak, 0)
-        return Prediction(peak, "device", device, seconds, flops, self._costs.source, above)
+        captured = self._capturable(setting)
+        taken = 0
+        if device == "cuda" and self.context.reserved:
+            card = reserved(
+                trace, self._state_sizes(setting, trace), self.update(setting).passing_bytes
+            )
+            taken = card.eager_bytes
+            captured = captured and card.captured_bytes <= (self.room_bytes or card.captured_bytes)
+        seconds = self._seconds(setting, work, captured)
+        return Prediction(
+            peak, "device", device, seconds, int(work.flops), self._costs.source, above, taken,
+            captured,
+        )  # fmt: skip
+
+    def _state_sizes(self, setting: Setting, trace: Trace) -> list[int]:
+        """Of the tensors that the update keeps: a few for each gradient, of its size."""
+        update = self.update(setting)
+        if not update.state_bytes:
+            return []
+        each = update.state_bytes / max(update.gradient_bytes, 1)
+        count = max(round(each), 1)
+        gradients = [s.nbytes for s in trace.storages if s.role is Role.GRADIENT]
+        share = update.state_bytes / count / max(sum(gradients), 1)
+        return [int(nbytes * share) for nbytes in gradients for _ in range(count)]
 
 
 class _Known:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import cached_property
 from itertools import groupby
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
 from ..errors import BudgetError, InputError
 from ..memory.model import ACCOUNTINGS
+from ..memory.work import Work
 from ..step.trace_step import capture_step
 from ..techniques import registered
 from ..techniques.base import Setup
@@ -55,6 +57,7 @@ def plan(
     allow: str | Iterable[str] | None = None,
     accounting: str = "device",
     device: str | None = None,
+    budget_of: Literal["reserved", "allocated"] = "reserved",
 ) -> BudgetPlan:
     """Find the plan of least predicted time that fits the budget, lossless if there is one.
 
@@ -73,6 +76,8 @@ def plan(
             several.
         accounting: "device" is what PyTorch's allocator shows, "fundamental" the report's.
         device: "cpu" or "cuda"; by default where the model is. It need not be there.
+        budget_of: On CUDA, what the budget counts: "reserved" is what PyTorch's allocator takes
+            from the card, "allocated" what tensors use of that.
 
     Returns:
         A `BudgetPlan`: techniques, what is predicted with and without them, and why.
@@ -85,7 +90,7 @@ def plan(
     """
     planner = Planner(
         model, batch, loss=loss, optimizer=optimizer, allow=allow, accounting=accounting,
-        device=device,
+        device=device, budget_of=budget_of,
     )  # fmt: skip
     return planner.plan(parse_size(budget))
 
@@ -105,7 +110,11 @@ class Planner:
         device: str | None = None,
         costs: Costs | None = None,
         split: SplitFound | None = None,
+        budget_of: str = "reserved",
     ) -> None:
+        if budget_of not in ("reserved", "allocated"):
+            raise InputError(f"no budget of {budget_of!r}", hint="reserved or allocated")
+        self.budget_of = budget_of
         if accounting not in ACCOUNTINGS:
             raise InputError(
                 f"unknown accounting {accounting!r}", hint="one of " + ", ".join(ACCOUNTINGS)
@@ -142,6 +151,7 @@ class Planner:
             device=kind, examples=examples, ragged=not fundamental,
             batch_norm=any(is_normalization(m) and m.training for m in model.modules()),
             narrow="fp16" if fundamental else known.narrow,
+            reserved=budget_of == "reserved", accounting=accounting,
             split=find_units(model, batch, loss) if split is None else split,
         )  # fmt: skip
         self.estimates: DeviceEstimates | FundamentalEstimates
@@ -180,17 +190,31 @@ class Planner:
         """The best of some settings that fits; BudgetError if nothing does."""
         limit = int(budget_bytes * (1 - self.margin))
         plain = self.estimates.plain
-        if plain.needed_bytes <= limit and among(Setting()):
-            assert plain.seconds is not None and plain.flops is not None
-            kept = Candidate(Setting(), None, plain.peak_bytes, plain.seconds, plain.flops)
-            return self._result(Found(kept, plain), budget_bytes)
+        self.estimates.room_bytes = limit
         some = [s for s in self._settings(self.allowed) if among(s)]
+        if plain.needed_bytes <= limit and some:
+            kept = self._kept(some[0])
+            if kept is not None and kept.predicted.needed_bytes <= limit:
+                return self._result(kept, budget_bytes)
         found = search(self.estimates, some, limit, self.context.circumstances)
         if found is None:
             found = smallest(self.estimates, some)
             if found is None or found.predicted.needed_bytes > limit:
                 raise self._too_small(budget_bytes, found)
         return self._result(found, budget_bytes)
+
+    def _kept(self, mildest: Setting) -> Found | None:
+        """Nothing but what costs nothing."""
+        plain = self.estimates.plain
+        assert plain.seconds is not None and plain.flops is not None
+        work = Work(plain.flops)
+        found = Candidate(mildest, None, plain.peak_bytes, plain.seconds, work)
+        if not mildest.offers:
+            return Found(found, plain)
+        if any(not offer.dominates for offer in mildest.offers):
+            return None
+        predicted = self.estimates.predict(replace(found, work=self.estimates.passes))
+        return None if predicted is None else Found(found, predicted)
 
     def smallest_bytes(self) -> int:
         """The smallest budget for which there is a plan."""
@@ -242,6 +266,7 @@ class Planner:
         return BudgetPlan(
             candidate.plan.techniques,
             budget_bytes=budget_bytes,
+            budget_of=self.budget_of,
             margin=self.margin,
             predicted=found.predicted,
             plain=self.estimates.plain,

@@ -51,6 +51,8 @@ class BudgetPlan(Plan):
     """The plan of least predicted time whose predicted peak and a margin stay within a budget."""
 
     budget_bytes: int = field()  # type: ignore[misc]
+    budget_of: str = "reserved"
+    """On CUDA: what the allocator takes from the card, or what is "allocated" of that."""
     margin: float
     """Fraction of the budget left free for what the prediction may miss."""
     predicted: Prediction
@@ -86,6 +88,7 @@ class BudgetPlan(Plan):
             "plan": self.to_dict(),
             "kind": self.kind,
             "budget_bytes": self.budget_bytes,
+            "budget_of": self.budget_of,
             "margin": self.margin,
             "predicted": self.predicted.as_dict(),
             "plain": self.plain.as_dict(),
@@ -105,7 +108,7 @@ class BudgetPlan(Plan):
             f"plain {format_size(plain.peak_bytes)}",
             f"step {format_seconds(seconds)}, {_times(seconds, plain.seconds)} "
             f"plain; {format_flops(int(flops))}, {_times(flops, plain.flops)} plain "
-            f"(time by costs {predicted.costs})",
+            f"(time by costs {predicted.costs}{', as one CUDA graph' * predicted.captured})",
         ]
 
     def __str__(self) -> str:
@@ -116,6 +119,8 @@ class BudgetPlan(Plan):
 
 
 def _scratch(predicted: Prediction) -> str:
+    if predicted.reserved_bytes:
+        return f", {format_size(predicted.reserved_bytes)} reserved"
     nbytes = predicted.scratch_bytes
     return f" and {format_size(nbytes)} scratch of kernels" if nbytes else ""
 

@@ -16,6 +16,7 @@ from typing import Protocol
 
 from ..errors import BudgetError
 from ..memory.prediction import Prediction
+from ..memory.work import Work
 from ..techniques.base import Technique
 from ..techniques.claims import Circumstances
 from ..techniques.plan import Plan
@@ -40,7 +41,8 @@ class Candidate:
     """What the scheduler found for the room it had."""
     peak_bytes: int
     seconds: float
-    flops: int
+    work: Work
+    """Of the passes."""
 
     @property
     def plan(self) -> Plan:

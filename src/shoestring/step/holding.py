@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..errors import BudgetError, BudgetWarning
 from ..techniques.plan import Plan
+from ..torch_private.cuda_memory import at_most, expand_segments
 from ..trace.batches import tensors_of
 from ..trace.streams import kept_streams
 from ..units import format_size
@@ -28,8 +30,9 @@ Tighten = Callable[["Step", Any, int | None], None]
 class Hold:
     """Runs the steps of a plan for a budget and compares what they need with it.
 
-    On CUDA the allocator's peak is read after every step. On the CPU storages are followed in the
-    second step of every shape, which has all optimizer state; the others run as they are.
+    On CUDA the allocator is held to the budget while a step runs: it gives idle memory back rather
+    than take more from the card. On the CPU storages are followed in the second step of every
+    shape, which has all optimizer state; the others run as they are.
     """
 
     def __init__(self, step: Step, plan: Plan, tighten: Tighten | None = None) -> None:
@@ -40,10 +43,16 @@ class Hold:
         self._moving: set[str] | None = None
         """Buffers that a step writes to, known after the first."""
         self._first: dict[str, torch.Tensor] = {}
+        self._device = next(step.model.parameters()).device
+        self._of_card = plan.budget_of == "reserved"
+        self._limited = self._device.type == "cuda" and self._of_card
+        if self._limited:
+            expand_segments()
+            torch.cuda.empty_cache()
 
     def __call__(self, batch: Any) -> torch.Tensor:
         """One step; where the device runs out of memory, as if it had not begun."""
-        for _ in range(RETRIES):
+        for number in range(RETRIES):
             undo = self._undo()
             try:
                 loss, peak_bytes = self._run(batch)
@@ -55,6 +64,12 @@ class Hold:
                 return loss
             # Only now: the error's traceback held the tensors of the step.
             message = self._failed(undo)
+            if self._limited and number == 0:
+                continue  # with an empty cache less lies between blocks that are used
+            if self._tighten is None and self._limited:
+                self._limited = False
+                warnings.warn(f"{message}; it goes on with more", BudgetWarning, stacklevel=3)
+                continue
             if self._tighten is None:
                 raise BudgetError(message, hint=_HINT)
             warnings.warn(message, BudgetWarning, stacklevel=3)
@@ -78,16 +93,21 @@ class Hold:
 
     def _run(self, batch: Any) -> tuple[torch.Tensor, int | None]:
         step = self._step
-        if next(step.model.parameters()).device.type == "cuda":
-            before = torch.cuda.max_memory_allocated()
+        if self._device.type == "cuda":
+            most = (
+                torch.cuda.max_memory_reserved if self._of_card else torch.cuda.max_memory_allocated
+            )
+            before = most()
             if before > self._budget_bytes:  # of something else, and it would hide this step
                 torch.cuda.reset_peak_memory_stats()
                 before = 0
-            loss = step._run(batch)
+            held = at_most(self._budget_bytes, self._device) if self._limited else nullcontext()
+            with held:
+                loss = step._run(batch)
             if step.captured and step.captured_peak_bytes > self._budget_bytes:
                 self._run_eagerly()
                 return loss, None
-            reached = torch.cuda.max_memory_allocated()
+            reached = most()
             return loss, reached if reached > before else None
         shapes = shapes_of(batch)
         self._seen[shapes] = self._seen.get(shapes, 0) + 1
@@ -106,7 +126,7 @@ class Hold:
             BudgetWarning,
             stacklevel=5,
         )
-        self._step.use_graph(False)
+        self._step.use_graph(False, "captured, the step needs more than its budget")
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
 

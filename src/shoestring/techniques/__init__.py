@@ -2,6 +2,7 @@
 
 from .base import Technique
 from .checkpointing import Checkpointing
+from .fused_update import FusedUpdate
 from .microbatching import Microbatching
 from .precision import Precision
 from .registry import register, registered
@@ -9,6 +10,7 @@ from .sparsity import Sparsity
 
 __all__ = [
     "Checkpointing",
+    "FusedUpdate",
     "Microbatching",
     "Precision",
     "Sparsity",

@@ -142,6 +142,8 @@ class Technique:
     """What it changes in an update is in proportion to the tensors' bytes."""
     updates_apart: ClassVar[bool] = False
     """Its update takes tensor after tensor, also on CUDA, where optimizers take all together."""
+    updates_on_device: ClassVar[bool] = False
+    """Its update reads nothing back to the host, so that the step can be one CUDA graph."""
     proof: ClassVar[Literal["without", "alone"] | None] = None
     """How a lossless one is proven beside lossy ones: the plan without it, or it alone."""
     suspects: ClassVar[Mapping[str, str]] = {}

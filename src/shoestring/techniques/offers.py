@@ -60,6 +60,8 @@ class Offer:
     """In the plan's table; by default the technique's own short text."""
     allow: str | None = None
     """The name by which it is allowed where it is lossy; by default the technique's."""
+    dominates: bool = False
+    """Costs neither bytes nor time: wherever it is allowed, no plan is made without it."""
 
     @property
     def name(self) -> str:
@@ -91,11 +93,15 @@ class Context:
         split: SplitFound | None = None,
         ragged: bool = True,
         narrow: str = "fp16",
+        reserved: bool = True,
+        accounting: str = "device",
     ) -> None:
         self.model, self.batch, self.optimizer = model, batch, optimizer
         self.trace_step = trace_step
         self.device, self.examples = device, examples
         self.ragged, self.narrow = ragged, narrow
+        self.accounting, self.reserved = accounting, reserved
+        """On CUDA a budget is of what the allocator takes from the card, not of what is in use."""
         self._batch_norm = batch_norm
         self.split = split or SplitFound("auto", None, "assumed: the loss was not tested")
         """How the loss of a batch splits into those of its parts, as tested on real values."""
