@@ -90,8 +90,13 @@ class Replay:
         kept: tuple[Persistent, ...],
         state: list[Storage],
         update: Callable[[], None] = lambda: None,
+        share: float = 1.0,
     ) -> list[Change]:
-        """One step; what is kept for good appears in it, and `update` runs at its end."""
+        """One step; what is kept for good appears in it, and `update` runs at its end.
+
+        Tensors have only a share of their bytes where a smaller part of the batch runs.
+        """
+        self._share = share
         allocator = self.allocator
         changes: list[Change] = []
         first_use: dict[int, list[Persistent]] = {}
@@ -133,15 +138,19 @@ class Replay:
             while made < temporary.results and (storage := next(results, None)) is not None:
                 self._make(storage, changes)
                 made += 1
-            handles = [allocator.allocate(nbytes) for nbytes in temporary.nbytes]
+            handles = [allocator.allocate(self._scaled(nbytes)) for nbytes in temporary.nbytes]
             for handle in handles:
                 allocator.free(handle)
         for storage in results:
             self._make(storage, changes)
         return allocator.peak_allocated_bytes
 
+    def _scaled(self, nbytes: int) -> int:
+        return nbytes if self._share == 1 else int(nbytes * self._share)
+
     def _make(self, storage: Storage, changes: list[Change]) -> None:
-        handle = self.allocator.allocate(storage.nbytes)
+        own = storage.role is Role.GRADIENT
+        handle = self.allocator.allocate(storage.nbytes if own else self._scaled(storage.nbytes))
         self._held[storage.index] = handle
         nbytes = self.allocator.block_bytes(handle)
         changes.append(Change(storage.birth, nbytes, storage.role, storage.module))

@@ -21,7 +21,7 @@ class Prediction:
     scratch_bytes: int = 0
     """What kernels on the CPU take beside tensors, at most; CUDA's are in `peak_bytes`."""
     reserved_bytes: int = 0
-    """What CUDA's allocator takes from the card for it, run eagerly; 0 where that is not asked."""
+    """What CUDA's allocator takes from the card for it; 0 where that is not asked."""
     captured: bool = False
     """Whether the step is taken to run as one CUDA graph."""
 

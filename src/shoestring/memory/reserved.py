@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..trace.graph import Phase, Role, Trace
+from ..trace.graph import Role, Trace
 from .cuda.allocator import ExpandableAllocator
 from .cuda.cudnn import ConvolutionTable
 from .device import Replay
@@ -23,60 +23,80 @@ class Reserved:
 
     eager_bytes: int
     captured_bytes: int
-    """From the capture on, with an evaluation of the same batch between two steps."""
+    """From the capture on; the two eager steps before it are held to this."""
 
 
-def reserved(trace: Trace, state: Sequence[int] = (), passing_bytes: int = 0) -> Reserved:
-    """For the passes of a step, an update that keeps tensors of these sizes and needs some more."""
-    main = ExpandableAllocator()
-    replay = Replay(trace, ConvolutionTable.shipped(), main)
+def reserved(
+    trace: Trace,
+    state: Sequence[int] = (),
+    passing_bytes: int = 0,
+    *,
+    state_first: bool = False,
+    rest: float = 0.0,
+    limit_bytes: int | None = None,
+) -> Reserved:
+    """For the passes of a step, an update that keeps tensors of these sizes and needs some more.
 
-    def update() -> None:
-        main.free(main.allocate(passing_bytes))
-
-    def first_update() -> None:
-        for nbytes in state:
-            main.allocate(nbytes)
-        update()
-
-    replay.step(replay.workspaces, replay.state, first_update)
-    replay.step((), [], update)
-    eager = main.reserved_bytes
-    replay.drop_workspaces()
-    inputs = [s.nbytes for s in trace.storages if s.role is Role.INPUT and s.birth < 0]
-    for nbytes in inputs:  # a graph has a copy of the batch
-        main.allocate(nbytes)
+    `state_first`: those tensors are made before the first pass. `rest`: the share of a part that
+    the last, smaller one of a minibatch is. `limit_bytes`: what steps are held to that run before
+    the capture.
+    """
+    eager = _Eager(trace, state, passing_bytes, state_first, rest, None).steps()
+    first = _Eager(trace, state, passing_bytes, state_first, rest, limit_bytes)
+    main = first.steps()
+    first.replay.drop_workspaces()
+    for storage in trace.storages:
+        if storage.role is Role.INPUT and storage.birth < 0:  # a graph has a copy of the batch
+            main.allocate(storage.nbytes)
     main.empty_cache()
-    resident = main.reserved_bytes
     own = ExpandableAllocator()
     captured = Replay(trace, ConvolutionTable.shipped(), own)
     outside = own.reserved_bytes  # parameters and the like are not in the graph's pool
 
-    def captured_update() -> None:
+    def update() -> None:
         own.free(own.allocate(passing_bytes))
 
-    captured.step(captured.workspaces, [], captured_update)
-    pool = own.reserved_bytes - outside
-    return Reserved(eager, resident + pool + evaluation_bytes(trace))
+    captured.step(captured.workspaces, [], update)
+    if rest:
+        captured.step((), [], share=rest)
+    pool = main.reserved_bytes + own.reserved_bytes - outside
+    return Reserved(eager.peak_reserved_bytes, max(pool, main.peak_reserved_bytes))
 
 
-def evaluation_bytes(trace: Trace) -> int:
-    """Peak of the forward pass alone, without gradients, above what is resident."""
-    forward = [op for op in trace.ops if op.phase is Phase.FORWARD]
-    last: dict[int, int] = {}
-    for op in forward:
-        for _, spec in op.inputs:
-            last[trace.values[spec.value].storage] = op.index
-    born: dict[int, int] = {}
-    dying: dict[int, int] = {}
-    for storage in trace.storages:
-        if 0 <= storage.birth < len(forward):
-            born[storage.birth] = born.get(storage.birth, 0) + storage.nbytes
-            end = last.get(storage.index, storage.birth)
-            dying[end] = dying.get(end, 0) + storage.nbytes
-    there = peak = 0
-    for op in forward:
-        there += born.get(op.index, 0)
-        peak = max(peak, there)
-        there -= dying.get(op.index, 0)
-    return peak
+class _Eager:
+    """The first two steps."""
+
+    def __init__(
+        self,
+        trace: Trace,
+        state: Sequence[int],
+        passing_bytes: int,
+        state_first: bool,
+        rest: float,
+        limit_bytes: int | None,
+    ) -> None:
+        self._allocator = ExpandableAllocator(limit_bytes)
+        self.replay = Replay(trace, ConvolutionTable.shipped(), self._allocator)
+        self._passing_bytes, self._rest = passing_bytes, rest
+        self._state = () if state_first else state
+        for nbytes in state if state_first else ():
+            self._allocator.allocate(nbytes)
+
+    def steps(self) -> ExpandableAllocator:
+        """Run both."""
+        replay = self.replay
+        for number in range(2):
+            first = number == 0
+            kept, held = (replay.workspaces, replay.state) if first else ((), [])
+            if self._rest:
+                replay.step(kept, [])
+                replay.step((), held, lambda first=first: self._update(first), self._rest)  # type: ignore[misc]
+            else:
+                replay.step(kept, held, lambda first=first: self._update(first))  # type: ignore[misc]
+        return self._allocator
+
+    def _update(self, first: bool) -> None:
+        if first:
+            for nbytes in self._state:
+                self._allocator.allocate(nbytes)
+        self._allocator.free(self._allocator.allocate(self._passing_bytes))

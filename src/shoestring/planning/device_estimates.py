@@ -92,17 +92,33 @@ class DeviceEstimates:
             trained={*names, *(f"{name}_values" for name in names)},  # of sparse ones
         )
 
+    @property
+    def _of_card(self) -> bool:
+        """Whether budgets are of what the allocator reserves."""
+        return self.context.device == "cuda" and self.context.reserved
+
+    def _resident_bytes(self, setting: Setting) -> int:
+        """There all the time."""
+        whole, now = self._update(()), self.update(setting)
+        return self._fixed_bytes - whole.model_bytes + now.model_bytes + now.state_bytes
+
+    def _floor_bytes(self, setting: Setting) -> int:
+        """At the peak of the update, through which libraries keep their workspaces."""
+        now = self.update(setting)
+        return self._resident_bytes(setting) + now.gradient_bytes + now.passing_bytes
+
     def _conditions(self, setting: Setting) -> Conditions:
         whole, now = self._update(()), self.update(setting)
         number_type = setting.scales.number_type
-        resident = self._fixed_bytes - whole.model_bytes + now.model_bytes + now.state_bytes
+        floor = self._floor_bytes(setting)
+        if self._of_card and self.room_bytes is not None and floor <= self.room_bytes:
+            floor = 0  # it fits; less for the passes makes smaller gaps between what is reserved
         return Conditions(
             scales=setting.scales,
             gradients=now.gradient_bytes / max(whole.gradient_bytes, 1),
             gradient_bytes=now.gradient_bytes,
-            resident_bytes=resident,
-            # Libraries keep their workspaces through the update.
-            floor_bytes=resident + now.gradient_bytes + now.passing_bytes,
+            resident_bytes=self._resident_bytes(setting),
+            floor_bytes=floor,
             cost=lambda work: self._costs.seconds(work, number_type),
         )
 
@@ -145,6 +161,26 @@ class DeviceEstimates:
             found = self._scheduler.best(at, room_bytes)
         return None if found is None else self._candidate(setting, found)
 
+    def tighter(self, candidate: Candidate, missing_bytes: int) -> Candidate | None:
+        """The fastest that is estimated to need so much less, by the same setting.
+
+        What is reserved does not follow the peak: gradients do not fit into the gaps that
+        activations leave. So it is activations that must become fewer.
+        """
+        if not self._of_card or self._scheduler is None:
+            return self.best(candidate.setting, candidate.peak_bytes - missing_bytes)
+        at = self._conditions(candidate.setting).of_activations
+        now = self._scheduler.peak_bytes(at, candidate.scheduled)
+        found = self._scheduler.best(at, now - missing_bytes)
+        return None if found is None else self._candidate(candidate.setting, found)
+
+    def least(self, setting: Setting) -> Candidate | None:
+        """The one of least memory."""
+        if not self._of_card or self._scheduler is None:
+            return next(iter(self.front(setting)), None)
+        found = self._scheduler.front(self._conditions(setting).of_activations)
+        return self._candidate(setting, found[0]) if found else None
+
     def around(self, candidate: Candidate) -> list[Candidate]:
         """The fastest for somewhat less and somewhat more memory, by the same setting."""
         if self._scheduler is None:
@@ -185,23 +221,33 @@ class DeviceEstimates:
     def _predicted(self, setting: Setting, trace: Trace, work: Work) -> Prediction:
         totals = device_timeline(trace).totals
         passes, state = int(totals.max(initial=0)), self.update(setting).state_bytes
-        peak = max(passes + state, self._conditions(setting).floor_bytes)
         device = self.context.device
+        peak = max(passes + state, self._floor_bytes(setting))
         scratch = scratch_above(trace, totals) if device == "cpu" else 0
         above = max(passes + state + scratch - peak, 0)
-        captured = self._capturable(setting)
-        taken = 0
-        if device == "cuda" and self.context.reserved:
+        taken, captured = 0, self._capturable(setting)
+        if self._of_card:
             card = reserved(
-                trace, self._state_sizes(setting, trace), self.update(setting).passing_bytes
-            )
+                trace, self._state_sizes(setting, trace), self.update(setting).passing_bytes,
+                state_first=any(t.state_first for t in setting.techniques),
+                rest=self._rest(setting), limit_bytes=self.room_bytes,
+            )  # fmt: skip
             taken = card.eager_bytes
-            captured = captured and card.captured_bytes <= (self.room_bytes or card.captured_bytes)
+            room = self.room_bytes
+            if captured and room is not None and card.captured_bytes <= room:
+                taken = card.captured_bytes
+            else:
+                captured = False
         seconds = self._seconds(setting, work, captured)
         return Prediction(
             peak, "device", device, seconds, int(work.flops), self._costs.source, above, taken,
             captured,
         )  # fmt: skip
+
+    def _rest(self, setting: Setting) -> float:
+        """How large the last part of the minibatch is, where it is smaller than the others."""
+        size, examples = setting.plan().examples_at_once(self.context.batch), self.context.examples
+        return 0.0 if size is None or examples is None else examples % size / size
 
     def _state_sizes(self, setting: Setting, trace: Trace) -> list[int]:
         """Of the tensors that the update keeps: a few for each gradient, of its size."""

@@ -134,6 +134,14 @@ class FundamentalEstimates:
             made.append(Candidate(setting, way, peak, IDEAL.seconds(work), work))
         return made
 
+    def tighter(self, candidate: Candidate, missing_bytes: int) -> Candidate | None:
+        """The fastest that needs so much less, by the same setting."""
+        return self.best(candidate.setting, candidate.peak_bytes - missing_bytes)
+
+    def least(self, setting: Setting) -> Candidate | None:
+        """The one of least memory."""
+        return next(iter(self.front(setting)), None)
+
     def around(self, candidate: Candidate) -> list[Candidate]:
         """All ways by the same setting."""
         return self.front(candidate.setting)

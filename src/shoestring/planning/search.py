@@ -3,7 +3,7 @@
 Settings are tried from the least lossy on. Among equally lossy ones the order is best first: each
 stands in the queue with the least time it could take, then with the time of its best schedule, and
 what comes out of the queue with a schedule is predicted by its own step. Where that is more than
-the chain of blocks said, the schedule is sought again with so much less room.
+the limit, a schedule is sought that takes so much less.
 """
 
 from __future__ import annotations
@@ -65,6 +65,14 @@ class Estimates(Protocol):
         """The fastest that is estimated to fit."""
         ...
 
+    def tighter(self, candidate: Candidate, missing_bytes: int) -> Candidate | None:
+        """The fastest that is estimated to need so much less, by the same setting."""
+        ...
+
+    def least(self, setting: Setting) -> Candidate | None:
+        """The one of least memory."""
+        ...
+
     def front(self, setting: Setting) -> list[Candidate]:
         """From the least memory to the least time."""
         ...
@@ -91,19 +99,20 @@ def search(
 ) -> Found | None:
     """The least lossy setting that fits, with the best schedule that was found for it."""
     for _, alike in groupby(settings, key=lambda s: s.rank(at)):
-        queue: list[tuple[float, int, Setting, Candidate | None, int, int]] = []
+        queue: list[tuple[float, int, Setting, Candidate | None, Candidate | None, int, int]] = []
         for number, setting in enumerate(alike):
             least = estimates.least_seconds(setting)
-            heapq.heappush(queue, (least, number, setting, None, limit_bytes, TRIES))
+            heapq.heappush(queue, (least, number, setting, None, None, 0, TRIES))
         while queue:
-            _, number, setting, candidate, room, tries = heapq.heappop(queue)
+            _, number, setting, candidate, last, missing, tries = heapq.heappop(queue)
             if candidate is None:
-                if estimates.least_bytes(setting) > room or not tries:
-                    continue
-                candidate = estimates.best(setting, room)
+                if last is None and estimates.least_bytes(setting) <= limit_bytes:
+                    candidate = estimates.best(setting, limit_bytes)
+                elif last is not None and tries:
+                    candidate = estimates.tighter(last, missing)
                 if candidate is not None:
-                    entry = (candidate.seconds, number, setting, candidate, room, tries)
-                    heapq.heappush(queue, entry)
+                    found = (candidate.seconds, number, setting, candidate, None, 0, tries)
+                    heapq.heappush(queue, found)
                 continue
             predicted = estimates.predict(candidate)
             if predicted is None:
@@ -111,8 +120,8 @@ def search(
             if predicted.needed_bytes <= limit_bytes:
                 return Found(candidate, predicted)
             missing = max(predicted.needed_bytes - limit_bytes, limit_bytes // 1000)
-            room = min(room, candidate.peak_bytes) - missing
-            heapq.heappush(queue, (candidate.seconds, number, setting, None, room, tries - 1))
+            again = (candidate.seconds, number, setting, None, candidate, missing, tries - 1)
+            heapq.heappush(queue, again)
     return None
 
 
@@ -131,13 +140,13 @@ def smallest(estimates: Estimates, settings: Sequence[Setting]) -> Found | None:
         known = None if best is None else best.predicted.needed_bytes
         if known is not None and estimates.least_bytes(setting) >= known:
             break
-        candidates = estimates.front(setting)
-        if not candidates or (known is not None and candidates[0].peak_bytes >= known):
+        least = estimates.least(setting)
+        if least is None or (known is not None and least.peak_bytes >= known):
             continue
-        predicted = estimates.predict(candidates[0])
+        predicted = estimates.predict(least)
         tried += predicted is not None
         if predicted is not None and (known is None or predicted.needed_bytes < known):
-            best = Found(candidates[0], predicted)
+            best = Found(least, predicted)
     return best
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
@@ -46,9 +47,11 @@ class Hold:
         self._device = next(step.model.parameters()).device
         self._of_card = plan.budget_of == "reserved"
         self._limited = self._device.type == "cuda" and self._of_card
+        self.running = False
         if self._limited:
             expand_segments()
             torch.cuda.empty_cache()
+            step.model.register_forward_pre_hook(_GivesWay(self))
 
     def __call__(self, batch: Any) -> torch.Tensor:
         """One step; where the device runs out of memory, as if it had not begun."""
@@ -102,8 +105,12 @@ class Hold:
                 torch.cuda.reset_peak_memory_stats()
                 before = 0
             held = at_most(self._budget_bytes, self._device) if self._limited else nullcontext()
-            with held:
-                loss = step._run(batch)
+            self.running = True
+            try:
+                with held:
+                    loss = step._run(batch)
+            finally:
+                self.running = False
             if step.captured and step.captured_peak_bytes > self._budget_bytes:
                 self._run_eagerly()
                 return loss, None
@@ -129,6 +136,13 @@ class Hold:
         self._step.use_graph(False, "captured, the step needs more than its budget")
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
+
+    def give_way(self) -> None:
+        """Drop the captured step; it is captured again when the next one comes."""
+        if self._step.captured:
+            assert self._step._graph is not None
+            self._step._graph.drop()
+            torch.cuda.empty_cache()
 
     def _undo(self) -> Callable[[], bool]:
         """What takes the step back: streams and buffers; False if weights have moved already."""
@@ -185,6 +199,35 @@ class Hold:
             except BudgetError as error:  # the step is done, and others may need less
                 message += f"; {error.message}"
         warnings.warn(message, BudgetWarning, stacklevel=5)
+
+
+class _GivesWay:
+    """Called when the model runs: an evaluation between two steps gets the memory of the graph.
+
+    The pool of a captured step is its own, so what runs beside it would come on top.
+    """
+
+    def __init__(self, hold: Hold) -> None:
+        self._hold = weakref.ref(hold)
+
+    def __call__(self, *_: Any) -> None:
+        hold = self._hold()
+        if hold is not None and not hold.running:
+            hold.give_way()
+
+    def __deepcopy__(self, memo: Any) -> _GivesWay:
+        return self
+
+    def __reduce__(self) -> Any:
+        return _nobody_made, ()
+
+
+def _nobody(*_: Any) -> None:
+    """What is left of it in a saved model."""
+
+
+def _nobody_made() -> Callable[..., None]:
+    return _nobody
 
 
 def shapes_of(batch: Any) -> tuple[torch.Size, ...]:

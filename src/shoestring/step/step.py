@@ -300,7 +300,7 @@ def apply_alone(
     if chosen.budget_bytes is not None:
         step._hold = Hold(step, chosen)
         if not chosen.predicted.captured:
-            step.use_graph(False, "the budget has no room for a graph and an evaluation beside it")
+            step.use_graph(False, "the budget has no room for a graph")
     return step
 
 

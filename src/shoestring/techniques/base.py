@@ -144,6 +144,8 @@ class Technique:
     """Its update takes tensor after tensor, also on CUDA, where optimizers take all together."""
     updates_on_device: ClassVar[bool] = False
     """Its update reads nothing back to the host, so that the step can be one CUDA graph."""
+    state_first: ClassVar[bool] = False
+    """The optimizer's state is there before the first pass, not made by the first update."""
     proof: ClassVar[Literal["without", "alone"] | None] = None
     """How a lossless one is proven beside lossy ones: the plan without it, or it alone."""
     suspects: ClassVar[Mapping[str, str]] = {}

@@ -174,6 +174,11 @@ class Conditions:
     """Peak of the update, which no schedule changes."""
     cost: Cost
 
+    @property
+    def of_activations(self) -> Conditions:
+        """The same, as if gradients took nothing and the update were no peak."""
+        return replace(self, gradients=0.0, gradient_bytes=0, floor_bytes=0)
+
 
 @dataclass(frozen=True)
 class Scheduled:
@@ -205,6 +210,10 @@ class Scheduler(Protocol):
 
     def least_bytes(self, at: Conditions) -> int:
         """No settings need less."""
+        ...
+
+    def peak_bytes(self, at: Conditions, technique: Technique | None) -> int:
+        """Estimated for settings that it found before; None for nothing recomputed."""
         ...
 
     def ways(self) -> Iterable[Technique]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from ...errors import InputError
+from ...trace.fakes import is_fake
 from ..base import Setup, Technique
 from ..claims import MOVED, Circumstances, Claim, Level
 from ..offers import Context, Offer
@@ -32,6 +33,7 @@ class FusedUpdate(Technique):
     order: ClassVar[int] = 25
     addable: ClassVar[bool] = True
     updates_on_device: ClassVar[bool] = True
+    state_first: ClassVar[bool] = True
 
     def short(self) -> str:
         """Its name."""
@@ -60,12 +62,25 @@ class FusedUpdate(Technique):
         """Switch the optimizer over, and again whenever a state was loaded that knows nothing."""
         if setup.update_on_device:  # another technique has put its own update there
             return
-        optimizer, update = setup.optimizer, setup.update
+        optimizer, update, run = setup.optimizer, setup.update, setup.run
         before = [{k: group.get(k) for k in _SWITCHES} for group in optimizer.param_groups]
         switch(optimizer)
+        early: list[torch.Tensor] = []
+        started = False
+
+        def after_state(batch: Any) -> torch.Tensor:
+            nonlocal started
+            if not started:
+                started = True
+                early.extend(make_state(optimizer))
+            return run(batch)
 
         def fused() -> None:
             switch(optimizer)
+            for parameter in early:  # one without a gradient has no state in plain training
+                if parameter.grad is None:
+                    optimizer.state.pop(parameter, None)
+            early.clear()
             update()
 
         def undo() -> None:
@@ -73,14 +88,15 @@ class FusedUpdate(Technique):
                 group.update({k: v for k, v in values.items() if k in group})
             _place_counts(optimizer)
 
-        setup.update = fused
+        setup.update, setup.run = fused, after_state
         setup.undo.append(undo)
 
     @classmethod
     def offers(cls, context: Context) -> Iterable[Offer]:
         """On CUDA, where updates make copies otherwise."""
-        copies = any(not group.get("fused") for group in context.optimizer.param_groups)
-        if context.device == "cuda" and context.accounting == "device" and copies:
+        groups = context.optimizer.param_groups
+        already = all(g.get("fused") and g.get("capturable", True) for g in groups)
+        if context.device == "cuda" and context.accounting == "device" and not already:
             yield Offer(cls(), _WHY, dominates=True)
 
     def claims(self, at: Circumstances) -> Iterable[Claim]:
@@ -106,6 +122,30 @@ def switch(optimizer: torch.optim.Optimizer) -> None:
             moved = True
     if moved:
         _place_counts(optimizer)
+
+
+@torch.no_grad()
+def make_state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Adam's state, before any activations are there; the parameters that got one.
+
+    Made by the first update it would lie in the gaps that activations left, and keep them apart for
+    the whole training.
+    """
+    made: list[torch.Tensor] = []
+    if type(optimizer) not in _COUNTS_STEPS:
+        return made
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            bare = parameter.requires_grad and not optimizer.state.get(parameter)
+            if not bare or not parameter.is_cuda or is_fake(parameter):
+                continue
+            state = optimizer.state[parameter]
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            names = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] * bool(group["amsgrad"]))]
+            for name in names:
+                state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            made.append(parameter)
+    return made
 
 
 def _place_counts(optimizer: torch.optim.Optimizer) -> None:
