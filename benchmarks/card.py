@@ -76,7 +76,8 @@ class Case:
         row |= {
             "plan_seconds": time.perf_counter() - began, "planning_bytes": self._peak(),
             "plan": plan.short(), "kind": plan.kind,
-            "predicted_bytes": plan.predicted.needed_bytes, "predicted_ms": 1e3 * plan.predicted.seconds,
+            "predicted_bytes": plan.predicted.needed_bytes,
+            "predicted_ms": 1e3 * plan.predicted.seconds,
             "plain_predicted_ms": 1e3 * plan.plain.seconds,
             "plain_predicted_bytes": plan.plain.needed_bytes,
         }  # fmt: skip

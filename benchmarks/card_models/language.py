@@ -138,17 +138,19 @@ _OPT = {
 }  # fmt: skip
 _BLOOM = {"hidden_size": 1024, "n_layer": 12, "n_head": 16, "vocab_size": 65536}
 BF16 = torch.bfloat16
+FUSED = "adamw-fused"
 
 LANGUAGE = (
-    Subject("llama-1b-bf16", "language", _of("Llama", _LLAMA_1B, (2, 2048), dtype=BF16), "adamw-fused"),
+    Subject("llama-1b-bf16", "language", _of("Llama", _LLAMA_1B, (2, 2048), dtype=BF16), FUSED),
     Subject("llama-1b", "language", _of("Llama", _LLAMA_1B, (2, 2048))),
-    Subject("llama-8b-bf16", "language", _of("Llama", _LLAMA_8B, (1, 2048), dtype=BF16), "adamw-fused"),
+    Subject("llama-8b-bf16", "language", _of("Llama", _LLAMA_8B, (1, 2048), dtype=BF16), FUSED),
     Subject("llama-1b-lora", "LoRA", _lora("Llama", _LLAMA_1B, (4, 2048))),
     Subject("qwen2-0.5b", "language", _of("Qwen2", _QWEN, (8, 1024))),
-    Subject("qwen2-autocast", "autocast", _of("Qwen2", _QWEN, (8, 1024), autocast=True, padded=True)),
+    Subject("qwen2-autocast", "autocast",
+            _of("Qwen2", _QWEN, (8, 1024), autocast=True, padded=True)),
     Subject("gemma2", "language", _of("Gemma2", _GEMMA, (4, 1024), dtype=BF16)),
     Subject("phi", "language", _of("Phi", _PHI, (8, 512), padded=True)),
-    Subject("gpt2-medium", "language", _of("GPT2", _GPT2, (8, 1024), head="LMHeadModel"), "adamw-fused"),
+    Subject("gpt2-medium", "language", _of("GPT2", _GPT2, (8, 1024), head="LMHeadModel"), FUSED),
     Subject("opt", "language", _of("OPT", _OPT, (8, 1024), autocast=True)),
     Subject("bloom", "language", _of("Bloom", _BLOOM, (8, 512), padded=True)),
     Subject("mixtral", "MoE", _of("Mixtral", _MIXTRAL, (4, 1024), dtype=BF16)),

@@ -34,7 +34,8 @@ def _classified(kind: str, sizes: dict[str, Any], rows: int, side: int = 224, *,
 
 
 _TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "window_size": 4,
-         "num_attention_heads": 4, "num_heads": [1, 2, 2, 4], "depths": [1, 2, 2, 1], "embed_dim": 32,
+         "num_attention_heads": 4, "num_heads": [1, 2, 2, 4], "depths": [1, 2, 2, 1],
+         "embed_dim": 32,
          "hidden_sizes": [16, 32, 64, 128]}  # fmt: skip
 _VIT_L = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24,
           "num_attention_heads": 16, "image_size": 224}  # fmt: skip
@@ -60,11 +61,11 @@ def _segformer(tiny: bool) -> Made:
 def _whisper(tiny: bool) -> Made:
     from transformers import WhisperConfig, WhisperForConditionalGeneration
 
-    rows, width, layers = (2, 64, 2) if tiny else (8, 768, 8)
+    rows, width, layers, heads = (2, 64, 2, 4) if tiny else (8, 768, 8, 12)
     config = WhisperConfig(
-        d_model=width, encoder_layers=layers, decoder_layers=layers, encoder_attention_heads=4 * 3 if width == 768 else 4,
-        decoder_attention_heads=12 if width == 768 else 4, encoder_ffn_dim=4 * width, decoder_ffn_dim=4 * width,
-        use_cache=False,
+        d_model=width, encoder_layers=layers, decoder_layers=layers,
+        encoder_attention_heads=heads, decoder_attention_heads=heads,
+        encoder_ffn_dim=4 * width, decoder_ffn_dim=4 * width, use_cache=False,
     )  # fmt: skip
     model = WhisperForConditionalGeneration(config).train()
     batch = {
@@ -183,9 +184,11 @@ def _torchvision(name: str, rows: int) -> Any:
     return build
 
 
+FUSED = "adamw-fused"
+
 PERCEPTION = (
     Subject("vit-l", "vision", _classified("ViT", _VIT_L, 32)),
-    Subject("vit-l-autocast", "autocast", _classified("ViT", _VIT_L, 64, autocast=True), "adamw-fused"),
+    Subject("vit-l-autocast", "autocast", _classified("ViT", _VIT_L, 64, autocast=True), FUSED),
     Subject("swin-t", "vision", _classified("Swin", _SWIN, 64)),
     Subject("convnext-t", "vision", _classified("ConvNext", _CONVNEXT, 64)),
     Subject("dinov2", "vision", _classified("Dinov2", _DINO, 32, dtype=torch.bfloat16)),

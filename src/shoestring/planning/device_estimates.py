@@ -102,7 +102,7 @@ class DeviceEstimates:
         whole, now = self._update(()), self.update(setting)
         return self._fixed_bytes - whole.model_bytes + now.model_bytes + now.state_bytes
 
-    def _floor_bytes(self, setting: Setting) -> int:
+    def floor_bytes(self, setting: Setting) -> int:
         """At the peak of the update, through which libraries keep their workspaces."""
         now = self.update(setting)
         return self._resident_bytes(setting) + now.gradient_bytes + now.passing_bytes
@@ -110,7 +110,7 @@ class DeviceEstimates:
     def _conditions(self, setting: Setting) -> Conditions:
         whole, now = self._update(()), self.update(setting)
         number_type = setting.scales.number_type
-        floor = self._floor_bytes(setting)
+        floor = self.floor_bytes(setting)
         if self._of_card and self.room_bytes is not None and floor <= self.room_bytes:
             floor = 0  # it fits; less for the passes makes smaller gaps between what is reserved
         return Conditions(
@@ -222,7 +222,7 @@ class DeviceEstimates:
         totals = device_timeline(trace).totals
         passes, state = int(totals.max(initial=0)), self.update(setting).state_bytes
         device = self.context.device
-        peak = max(passes + state, self._floor_bytes(setting))
+        peak = max(passes + state, self.floor_bytes(setting))
         scratch = scratch_above(trace, totals) if device == "cpu" else 0
         above = max(passes + state + scratch - peak, 0)
         taken, captured = 0, self._capturable(setting)

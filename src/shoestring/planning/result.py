@@ -104,7 +104,7 @@ class BudgetPlan(Plan):
         return [
             f"{self.kind}, for {format_size(self.budget_bytes)}: "
             f"predicted {format_size(predicted.peak_bytes)}{_scratch(predicted)} "
-            f"({predicted.accounting} accounting{of}, {100 * self.margin:g}% left free), "
+            f"({predicted.accounting} accounting{of}, {100 * self.margin:.2g}% left free), "
             f"plain {format_size(plain.peak_bytes)}",
             f"step {format_seconds(seconds)}, {_times(seconds, plain.seconds)} "
             f"plain; {format_flops(int(flops))}, {_times(flops, plain.flops)} plain "

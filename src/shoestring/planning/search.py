@@ -21,6 +21,7 @@ from ..techniques.base import Technique
 from ..techniques.claims import Circumstances
 from ..techniques.plan import Plan
 from ..units import format_size
+from .margin import Margin
 from .result import FrontPoint
 from .settings import Setting
 
@@ -152,7 +153,7 @@ def smallest(estimates: Estimates, settings: Sequence[Setting]) -> Found | None:
 
 def budget_error(
     budget_bytes: int,
-    margin: float,
+    margin: Margin,
     least: Found | None,
     hints: Sequence[tuple[str, int]],
     *,
@@ -169,26 +170,15 @@ def budget_error(
         hint += "; microbatches need a batch whose tensors share their first dimension"
     if why:
         hint += f"; microbatches are left out: {why}"
-    if why:
-        hint += f"; microbatches are left out: {why}"
     if least is None:
         return BudgetError(f"no plan fits {format_size(budget_bytes)}", hint=hint)
-    needed = budget_for(least.predicted.needed_bytes, margin)
+    needed = margin.budget_for(least.predicted.needed_bytes)
     return BudgetError(
         f"no plan fits {format_size(budget_bytes)}; the smallest found is {_at_least(needed)} "
         f"({least.candidate.plan.short()})",
         hint=hint,
         smallest_bytes=needed,
     )
-
-
-def budget_for(peak_bytes: int, margin: float) -> int:
-    """The budget that a predicted peak needs; a little more where predictions may differ by it."""
-    return int(peak_bytes * (_REPEATS if margin else 1) / (1 - margin)) + 1
-
-
-_REPEATS = 1.003
-"""Small steps are not predicted to the byte: some 256 come and go with caches in PyTorch."""
 
 
 def _at_least(nbytes: int) -> str:

@@ -7,6 +7,7 @@ stays in a pool that the graphs of all shapes share, and counts as the step's pe
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
@@ -160,6 +161,7 @@ class GraphRunner:
     def _capture(self, batch: Any, shapes: Any) -> CapturedStep | None:
         """The step as a graph; if it cannot be one, a warning, and all is as it was."""
         device = next(self._setup.model.parameters()).device
+        graph: CapturedStep | None
         host = HostState(self._setup, self._modules)
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
@@ -181,7 +183,12 @@ class GraphRunner:
             self.drop()
             self.enabled = False
             self.refused = str(error).splitlines()[0]
-            torch.cuda.empty_cache()  # what the capture had taken
+            graph = None
+        if graph is None:
+            # Only now: the error's traceback held the tensors of the capture, and nodes of autograd
+            # that accumulate on its stream.
+            gc.collect()
+            torch.cuda.empty_cache()
             warnings.warn(
                 f"the step is not captured as a CUDA graph: {self.refused}",
                 RuntimeWarning,

@@ -172,9 +172,13 @@ class _Request:
 
     def _becomes_a_graph(self, setup: Setup) -> bool:
         """On CUDA, by the optimizer that really trains."""
-        if self.trained_by is not None and not setup.update_on_device:
-            setup = replace(setup, optimizer=self.trained_by)
-        return self.device == "cuda" and not_capturable(setup) is None
+        if self.device != "cuda":
+            return False
+        own = any(technique.updates_on_device for technique in self.plan.techniques)
+        optimizer = self.trained_by or setup.optimizer
+        on_device = own or setup.update_on_device
+        setup = replace(setup, optimizer=optimizer, update_on_device=on_device)
+        return not_capturable(setup) is None
 
 
 @contextmanager
