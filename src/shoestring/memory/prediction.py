@@ -19,7 +19,8 @@ class Prediction:
     costs: str | None = None
     """Where the seconds come from."""
     scratch_bytes: int = 0
-    """What kernels on the CPU take beside tensors, at most; CUDA's are in `peak_bytes`."""
+    """What kernels on the CPU take beside tensors, and techniques keep unseen, at most; CUDA's are
+    in `peak_bytes`."""
 
     @property
     def needed_bytes(self) -> int:

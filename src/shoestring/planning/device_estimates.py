@@ -27,6 +27,9 @@ from .search import Candidate
 from .settings import Setting
 
 
+_PLAIN = Plan()
+
+
 class DeviceEstimates:
     """Candidates for one training step on one kind of device."""
 
@@ -169,14 +172,19 @@ class DeviceEstimates:
                 f"left out, {candidate.plan.short()}: {error}", RuntimeWarning, stacklevel=2
             )
             return None
-        return self._predicted(candidate.setting, trace, candidate.seconds, candidate.flops)
+        return self._predicted(
+            candidate.setting, trace, candidate.seconds, candidate.flops, candidate.plan
+        )
 
-    def _predicted(self, setting: Setting, trace: Trace, seconds: float, flops: int) -> Prediction:
+    def _predicted(
+        self, setting: Setting, trace: Trace, seconds: float, flops: int, plan: Plan = _PLAIN
+    ) -> Prediction:
         totals = device_timeline(trace).totals
         passes, state = int(totals.max(initial=0)), self.update(setting).state_bytes
         peak = max(passes + state, self._conditions(setting).floor_bytes)
         device = self.context.device
         scratch = scratch_above(trace, totals) if device == "cpu" else 0
+        scratch += sum(technique.untraced_bytes(device) for technique in plan.techniques)
         above = max(passes + state + scratch - peak, 0)
         return Prediction(peak, "device", device, seconds, flops, self._costs.source, above)
 

@@ -158,8 +158,6 @@ def budget_error(
         hint += "; microbatches need a batch whose tensors share their first dimension"
     if why:
         hint += f"; microbatches are left out: {why}"
-    if why:
-        hint += f"; microbatches are left out: {why}"
     if least is None:
         return BudgetError(f"no plan fits {format_size(budget_bytes)}", hint=hint)
     needed = budget_for(least.predicted.needed_bytes, margin)

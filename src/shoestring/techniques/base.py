@@ -218,6 +218,10 @@ class Technique:
         """What the technique does to sizes, types and schedule. Pure."""
         return trace
 
+    def untraced_bytes(self, device: str) -> int:
+        """What it keeps on the device during a step that no trace shows, at most."""
+        return 0
+
     # -- training step -------------------------------------------------------------------------
 
     def check(self, setup: Setup) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, ClassVar, Self
 
+import torch
 from torch import nn
 
 from ...errors import InputError, NoEffectWarning
@@ -134,6 +135,11 @@ class Checkpointing(Technique):
         """The schedule of the backward pass changes; sizes do not."""
         return replace(trace, checkpoint=self._text, checkpoint_blocks=self.blocks)
 
+    def untraced_bytes(self, device: str) -> int:
+        """On the CPU: the state of the random generator, which every region of a schedule keeps."""
+        kept = sum(map(_random_states, read(self.schedule))) if self.schedule else 0
+        return kept * torch.get_rng_state().nbytes if device == "cpu" else 0
+
     def check(self, setup: Setup) -> None:
         """The blocks must be there, as many as the schedule is for."""
         if self.strategy.startswith(("residual", "per-block")):
@@ -213,3 +219,11 @@ class Checkpointing(Technique):
         return tuple(
             (("cheap",),) * len(group) if len(group) > 1 else ("cheap",) for group in groups
         )
+
+
+def _random_states(item: Item, *, inside: bool = False) -> int:
+    """How often a region and those within keep one; one of several blocks twice (`run_first`)."""
+    if isinstance(item, str):
+        return 0
+    again = 1 if leaves(item) > 1 and not inside else 0
+    return 1 + again + sum(_random_states(one, inside=True) for one in item)
