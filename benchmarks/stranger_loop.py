@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -34,6 +36,13 @@ def leaves(batch: Any) -> list[Tensor]:
     found: list[Tensor] = []
     mapped(lambda t: found.append(t) or t, batch)  # type: ignore[func-returns-value]
     return found
+
+
+def seed(number: int) -> None:
+    """All global streams that a step may draw from."""
+    torch.manual_seed(number)
+    np.random.seed(number)
+    random.seed(number)
 
 
 class Seen:
@@ -165,8 +174,11 @@ def by_example(loss: Any) -> Any:
     def wrapped(model: nn.Module, batch: Any) -> Tensor:
         first = next(t for t in leaves(batch) if t.dim())
         start = first.storage_offset() // max(first.stride(0), 1)
+        host = random.getstate(), np.random.get_state()[1:3]
         with PerExample(start, first.shape[0]):
             value: Tensor = loss(model, batch)
+        if repr((random.getstate(), np.random.get_state()[1:3])) != repr(host):
+            raise NotImplementedError("draws of NumPy or Python")
         return value
 
     return wrapped

@@ -44,6 +44,7 @@ from stranger_loop import (
     peak_of,
     plain_step,
     planned_step,
+    seed,
 )
 from stranger_models import STRANGERS, Stranger
 from stranger_table import is_wrong, line, provenance, read, summary
@@ -83,7 +84,7 @@ class Case:
             model = model.double()
             optimizer = self.stranger.optimizer_for(model)
             batch = mapped(lambda t: t.double() if t.is_floating_point() else t, batch)
-        torch.manual_seed(7)
+        seed(7)
         return plain_step(model, batch, loss or self.loss, optimizer)
 
     def planned(self, plan: Any, loss: Any = None) -> Seen:
@@ -92,7 +93,7 @@ class Case:
         step = ss.apply(plan, model, optimizer, loss=loss or self.loss)
         step.use_graph(False)
         for _ in range(30):
-            torch.manual_seed(7)
+            seed(7)
             seen = planned_step(step, self.batch)
             if all(bool(torch.isfinite(g).all()) for g in seen.gradients.values()):
                 return seen  # FP16's scale has come down, and nothing has moved so far
