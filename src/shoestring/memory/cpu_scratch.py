@@ -2,8 +2,9 @@
 
 No storage shows it, so `measure` does not count it, but the allocator does: oneDNN's convolutions
 copy their arguments to layouts of their own, and so do its products in 16 bits; resampling goes
-through channels-last copies, some kernels make strided arguments contiguous. Bounds, fitted to the allocator's own events (PyTorch's
-profiler with `profile_memory`, torch 2.13, one thread) and tested against them.
+through channels-last copies, some kernels make strided arguments contiguous. Bounds, fitted to the
+allocator's own events (PyTorch's profiler with `profile_memory`, torch 2.13, one thread) and tested
+against them.
 """
 
 from __future__ import annotations

@@ -26,7 +26,6 @@ from .residents import largest, traced_update
 from .search import Candidate
 from .settings import Setting
 
-
 _PLAIN = Plan()
 
 
