@@ -178,6 +178,7 @@ def examine(case: Case, plain_bytes: int, fraction: float) -> dict[str, Any]:
     if plan is None:
         row["verdict"] = "untraced" if "untraced" in row else "no plan"
         return row
+    row["by_running"] = plan.by_running
     row |= {"kind": plan.kind, "plan": plan.to_dict(), "short": plan.short()}
     row["why"] = {c.part: c.why for c in plan.choices}
     row["measured_bytes"] = case.planned_peak(plan)

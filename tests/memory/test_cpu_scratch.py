@@ -126,6 +126,16 @@ def test_products_in_16_bits(rows: int, transposed: bool) -> None:
     assert real <= bound <= 2 * real + 48 * 1024
 
 
+def test_sums_by_index_in_16_bits() -> None:
+    total = torch.zeros(64, 40).bfloat16()
+    index, given = torch.randint(0, 40, (64, 40)), torch.randn(64, 40).bfloat16()
+    real = allocator_peak(lambda: total.scatter_add_(1, index, given))
+    recorder = Recorder()
+    with recorder:
+        total.scatter_add_(1, index, given)
+    assert 0 < real <= scratch_bytes(recorder.ops[-1])
+
+
 @pytest.mark.parametrize("share", [0.8, 0.55])
 @pytest.mark.parametrize("name", ["plain", "depthwise"])
 def test_budgets_hold_at_the_allocator(name: str, share: float) -> None:

@@ -138,6 +138,12 @@ def _product(op: Op) -> int:
     return 2 * (rows + 64) * inner + min(256 * rows, 2**18) + 24 * 1024
 
 
+def _added_in_fp32(op: Op) -> int:
+    """Sums in 16 bits go through a copy in FP32."""
+    given = dict(op.inputs)["self"]
+    return 4 * given.numel if given.dtype.itemsize == 2 and given.dtype.is_floating_point else 0
+
+
 _RULES: dict[str, Callable[[Op], int]] = {
     "convolution": _convolution,
     "convolution_backward": _convolution_backward,
@@ -146,6 +152,7 @@ _RULES: dict[str, Callable[[Op], int]] = {
     "native_group_norm": _normalized,
     "native_group_norm_backward": _normalized,
     "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+    **dict.fromkeys(("scatter_add", "scatter_add_"), _added_in_fp32),
     **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm"), _product),
     **{
         f"{kind}{suffix}": _resampled

@@ -295,6 +295,11 @@ class Technique:
         return ()
 
     @classmethod
+    def offers_untraced(cls, model: nn.Module) -> Iterable[Offer]:
+        """Settings to run and measure, of a model that cannot be traced; from mild to harsh."""
+        return ()
+
+    @classmethod
     def scheduler(cls, context: Context) -> Scheduler | None:
         """Of the technique that fills the room a plan leaves: finds its settings by bytes."""
         return None

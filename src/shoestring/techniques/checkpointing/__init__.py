@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
@@ -20,7 +21,7 @@ from ...trace.blocks import block_paths
 from ...trace.graph import Trace
 from ..base import Flag, Setup, Technique
 from ..batch_norm import lean_batch_norm
-from ..offers import Context
+from ..offers import Context, Offer
 from ..registry import register
 from .caches import caches_off, without_caches
 from .scheduler import BlockScheduler, summary
@@ -114,6 +115,26 @@ class Checkpointing(Technique):
     def told_by_flags(cls) -> frozenset[str]:
         """Its flag says a schedule, too."""
         return super().told_by_flags() | {"schedule"}
+
+    @classmethod
+    def offers_untraced(cls, model: nn.Module) -> Iterable[Offer]:
+        """The first half of the repeated blocks, each of them, and regions of several."""
+        paths = block_paths(model)
+        count = len(paths)
+        several = math.isqrt(count)
+        tried: dict[tuple[Item, ...], float] = {}
+        if count > 1:
+            half = count // 2
+            tried[(*((("keep",),) * half), *(("keep",) * (count - half)))] = half / count
+        if count:
+            tried[(("keep",),) * count] = 1.0
+        if several > 1:
+            starts = range(0, count, several)
+            tried[tuple(("keep",) * min(several, count - s) for s in starts)] = 1.0
+        for items, share in tried.items():
+            made = cls.of(items, paths)
+            shown, why = made.describe()
+            yield Offer(made, why, shown=shown, recomputed=share)
 
     @classmethod
     def scheduler(cls, context: Context) -> BlockScheduler:
