@@ -27,6 +27,8 @@ from .residents import largest, traced_update
 from .search import Candidate
 from .settings import Setting
 
+_PLAIN = Plan()
+
 
 class DeviceEstimates:
     """Candidates for one training step on one kind of device."""
@@ -216,14 +218,25 @@ class DeviceEstimates:
                 f"left out, {candidate.plan.short()}: {error}", RuntimeWarning, stacklevel=2
             )
             return None
+<<<<<<< HEAD
         return self._predicted(candidate.setting, trace, candidate.work)
 
     def _predicted(self, setting: Setting, trace: Trace, work: Work) -> Prediction:
+=======
+        return self._predicted(
+            candidate.setting, trace, candidate.seconds, candidate.flops, candidate.plan
+        )
+
+    def _predicted(
+        self, setting: Setting, trace: Trace, seconds: float, flops: int, plan: Plan = _PLAIN
+    ) -> Prediction:
+>>>>>>> certificate
         totals = device_timeline(trace).totals
         passes, state = int(totals.max(initial=0)), self.update(setting).state_bytes
         device = self.context.device
         peak = max(passes + state, self.floor_bytes(setting))
         scratch = scratch_above(trace, totals) if device == "cpu" else 0
+        scratch += sum(technique.untraced_bytes(device) for technique in plan.techniques)
         above = max(passes + state + scratch - peak, 0)
         taken, captured = 0, self._capturable(setting)
         if self._of_card:

@@ -18,7 +18,8 @@ from ..torch_private.fake_tensors import FakeTensorMode
 from ..trace.capture import Loss, check_trainable
 from ..trace.fakes import check_optimizer, fake_batch, fake_model, make_optimizer
 from ..units import format_size, parse_size
-from .planner import Planner
+from .by_running import plan_by_running, untraced
+from .planner import MARGIN, Planner
 from .result import BudgetPlan
 from .settings import Setting
 
@@ -42,7 +43,8 @@ def fit(
 
     When a step needs more than the budget, or the device runs out of memory, it says so with
     numbers (BudgetWarning), takes the failed step back (weights, buffers and random streams are as
-    before), and goes on by a tighter plan: no minibatch is lost.
+    before), and goes on by a tighter plan: no minibatch is lost. For a model that cannot be traced
+    the plan is found by running it, and there is no tighter one.
 
     Args:
         model: Changed in place.
@@ -86,10 +88,21 @@ def fit(
                 raise
         return Planner(model, batch, optimizer=optimizer, **given)  # its values are needed
 
-    tighter = _Tighter(planner_for, batch, budget_bytes)
-    step = apply(tighter.first, model, optimizer, loss=loss)
-    assert isinstance(step.plan, BudgetPlan)
-    step._hold = Hold(step, step.plan, tighter)
+    try:
+        tighter = _Tighter(planner_for, batch, budget_bytes)
+    except Exception as error:
+        because = untraced(error)
+        if because is None:
+            raise
+        found = plan_by_running(
+            model, batch, loss=loss, optimizer=optimizer, budget_bytes=budget_bytes,
+            margin=MARGIN[device.type], allow=allow, because=because,
+        )  # fmt: skip
+        step = apply(found, model, optimizer, loss=loss)
+    else:
+        step = apply(tighter.first, model, optimizer, loss=loss)
+        assert isinstance(step.plan, BudgetPlan)
+        step._hold = Hold(step, step.plan, tighter)
     if enforce:
         _enforce(device, budget_bytes)
     return step

@@ -31,6 +31,7 @@ from ..trace.positions import index_like
 from ..trace.split import examples_of
 from ..units import parse_size
 from .allow import Allowed
+from .by_running import plan_by_running, untraced
 from .cost import IDEAL, NOMINAL, Costs, costs_of
 from .device_estimates import DeviceEstimates
 from .fundamental import FundamentalEstimates
@@ -63,6 +64,9 @@ def plan(
 ) -> BudgetPlan:
     """Find the plan of least predicted time that fits the budget, lossless if there is one.
 
+    A model that cannot be traced is run instead: recomputation of its blocks and microbatches are
+    tried, each is measured, and everything is put back.
+
     Nothing of the model is changed. The loss is tested on a few real examples: where it does not
     split into parts, there are no microbatches. Where there is a GPU, a few operations and each
     convolution run alone to be timed and measured.
@@ -90,11 +94,30 @@ def plan(
     Example:
         >>> plan = ss.plan(model, batch, loss=loss, optimizer="adamw", budget="8 GB")
     """
+<<<<<<< HEAD
     planner = Planner(
         model, batch, loss=loss, optimizer=optimizer, allow=allow, accounting=accounting,
         device=device, budget_of=budget_of,
     )  # fmt: skip
     return planner.plan(parse_size(budget))
+=======
+    budget_bytes = parse_size(budget)
+    try:
+        planner = Planner(
+            model, batch, loss=loss, optimizer=optimizer, allow=allow, accounting=accounting,
+            device=device,
+        )  # fmt: skip
+        return planner.plan(budget_bytes)
+    except Exception as error:
+        because = untraced(error)
+        here = next(model.parameters()).device.type if because is not None else ""
+        if because is None or accounting != "device" or device not in (None, here):
+            raise
+        return plan_by_running(
+            model, batch, loss=loss, optimizer=optimizer, budget_bytes=budget_bytes,
+            margin=MARGIN[here], allow=allow, because=because,
+        )  # fmt: skip
+>>>>>>> certificate
 
 
 class Planner:

@@ -63,6 +63,9 @@ class BudgetPlan(Plan):
     """From the least memory to the least time."""
     rates: Mapping[str, Any] = field(default_factory=dict)
     """How fast the device was taken to be: the same rates give the same plan."""
+    by_running: str = ""
+    """Why the model cannot be traced, where the plan was run and measured instead: `predicted` and
+    `plain` are then what steps took."""
 
     @property
     def plan(self) -> Plan:
@@ -95,10 +98,18 @@ class BudgetPlan(Plan):
             "choices": [vars(choice) for choice in self.choices],
             "front": [point.as_dict() for point in self.front],
             "rates": dict(self.rates),
+            "by_running": self.by_running,
         }
 
     def _summary(self) -> list[str]:
         predicted, plain = self.predicted, self.plain
+        if self.by_running:
+            return [
+                f"{self.kind}, for {format_size(self.budget_bytes)}: measured "
+                f"{format_size(predicted.peak_bytes)}{_scratch(predicted)} on {predicted.device}, "
+                f"plain {format_size(plain.peak_bytes)}",
+                f"found by running steps: {self.by_running}",
+            ]
         seconds, flops = _number(predicted.seconds), _number(predicted.flops)
         of = "" if predicted.accounting == "fundamental" else f" on {predicted.device}"
         return [
@@ -112,8 +123,9 @@ class BudgetPlan(Plan):
         ]
 
     def __str__(self) -> str:
-        first = f"{self.short()}: {format_size(self.predicted.peak_bytes)}, "
-        first += f"{_times(_number(self.predicted.flops), self.plain.flops)} FLOPs"
+        first = f"{self.short()}: {format_size(self.predicted.peak_bytes)}"
+        if not self.by_running:
+            first += f", {_times(_number(self.predicted.flops), self.plain.flops)} FLOPs"
         rows = [(c.part, c.setting, c.kind, c.why) for c in self.choices]
         return "\n".join([first, *self._summary(), *_table(rows)])
 

@@ -222,6 +222,10 @@ class Technique:
         """What the technique does to sizes, types and schedule. Pure."""
         return trace
 
+    def untraced_bytes(self, device: str) -> int:
+        """What it keeps on the device during a step that no trace shows, at most."""
+        return 0
+
     # -- training step -------------------------------------------------------------------------
 
     def check(self, setup: Setup) -> None:
@@ -292,6 +296,11 @@ class Technique:
     @classmethod
     def offers(cls, context: Context) -> Iterable[Offer]:
         """The settings a planner may try, from mild to harsh."""
+        return ()
+
+    @classmethod
+    def offers_untraced(cls, model: nn.Module) -> Iterable[Offer]:
+        """Settings to run and measure, of a model that cannot be traced; from mild to harsh."""
         return ()
 
     @classmethod

@@ -62,6 +62,8 @@ class Offer:
     """The name by which it is allowed where it is lossy; by default the technique's."""
     dominates: bool = False
     """Costs neither bytes nor time: wherever it is allowed, no plan is made without it."""
+    recomputed: float = 0.0
+    """Share of the forward pass that runs twice, where no trace says what that costs."""
 
     @property
     def name(self) -> str:
@@ -95,6 +97,7 @@ class Context:
         narrow: str = "fp16",
         reserved: bool = True,
         accounting: str = "device",
+        writers: frozenset[str] | None = None,
     ) -> None:
         self.model, self.batch, self.optimizer = model, batch, optimizer
         self.trace_step = trace_step
@@ -105,6 +108,7 @@ class Context:
         self._batch_norm = batch_norm
         self.split = split or SplitFound("auto", None, "assumed: the loss was not tested")
         """How the loss of a batch splits into those of its parts, as tested on real values."""
+        self._writers = writers
 
     @cached_property
     def trace(self) -> Trace:
@@ -114,7 +118,7 @@ class Context:
     @cached_property
     def writers(self) -> frozenset[str]:
         """Modules whose buffers change in the forward pass."""
-        return writers(self.trace)
+        return writers(self.trace) if self._writers is None else self._writers
 
     @property
     def keeps_statistics(self) -> bool:
