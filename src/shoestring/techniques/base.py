@@ -142,6 +142,8 @@ class Technique:
     """What it changes in an update is in proportion to the tensors' bytes."""
     updates_apart: ClassVar[bool] = False
     """Its update takes tensor after tensor, also on CUDA, where optimizers take all together."""
+    stores_weights: ClassVar[bool] = False
+    """Weights have other names or shapes with it; `plain_weights` has them as the model had."""
     proof: ClassVar[Literal["without", "alone"] | None] = None
     """How a lossless one is proven beside lossy ones: the plan without it, or it alone."""
     suspects: ClassVar[Mapping[str, str]] = {}
@@ -153,6 +155,10 @@ class Technique:
     def is_neutral(self) -> bool:
         """Whether these settings change no bit."""
         return False
+
+    def plain_weights(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """The state dict of a model it was applied to, with the names and shapes of before."""
+        return model.state_dict()
 
     def short(self) -> str:
         """For a plan on one line: 'microbatch 10'."""

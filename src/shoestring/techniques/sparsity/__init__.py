@@ -71,6 +71,7 @@ class Sparsity(Technique):
         ),
     )
     some_tell_all: ClassVar[bool] = False
+    stores_weights: ClassVar[bool] = True
 
     density: float
     method: str = "dsr"
@@ -83,6 +84,7 @@ class Sparsity(Technique):
     schedule: Schedule = REPORT_SCHEDULE
     """(last update, every so many updates), in order; after the last one never."""
     frequency_multiplier: float = 1.0
+    """How much more often; 0 never rewires."""
     threshold: float = 0.001
     """Below it a weight is dropped; dsr doubles or halves it as it goes."""
 
@@ -107,14 +109,21 @@ class Sparsity(Technique):
                 object.__setattr__(self, name, items)
         for name in ("rewire_fraction", "fraction_multiplier", "frequency_multiplier", "threshold"):
             given = getattr(self, name)
-            if not (isinstance(given, (int, float)) and math.isfinite(given) and given > 0):
-                raise InputError(f"{name} {given!r} is not a number above 0")
+            least = "from 0" if name == "frequency_multiplier" else "above 0"
+            if not (isinstance(given, (int, float)) and math.isfinite(given) and given >= 0) or (
+                given == 0 and least == "above 0"
+            ):
+                raise InputError(f"{name} {given!r} is not a number {least}")
         _check_schedule(self.schedule)
 
     @property
     def is_neutral(self) -> bool:
         """All weights are kept."""
         return self.density == 1
+
+    def plain_weights(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """Dense, zero where there is no weight."""
+        return to_dense(model)
 
     def short(self) -> str:
         """The density."""
