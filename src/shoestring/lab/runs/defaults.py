@@ -207,6 +207,13 @@ def defaults_for(data: str) -> ImageDefaults:
     return IMAGE_DEFAULTS[data]
 
 
+def usual_batch(data: str, model: str) -> int | None:
+    """Of a minibatch where none is asked for; None for data of which nothing is known."""
+    if data in IMAGE_DEFAULTS:
+        return IMAGE_DEFAULTS[data].batch
+    return translation_defaults(data).batch_tokens if model.startswith("dc-transformer") else None
+
+
 def base_name(model: str) -> str:
     """Without the kind of shortcut, which the report does not vary."""
     return re.sub(r"-pool$", "", model)
