@@ -127,7 +127,7 @@ def sentence_batch(tokens: int) -> dict[str, Tensor]:
 
     The report counts 4,000 tokens a minibatch, and 250 a microbatch, since no sentence may be
     longer than one. It does not say how long its sentences were: we take 25 tokens, about the
-    mean of IWSLT'14, where the count is over 250 and a multiple of 25, and else one single sentence.
+    mean of IWSLT'14, where the count is over 250 and a multiple of 25, and else one sentence.
     """
     _check_count(tokens, "tokens")
     split = tokens > LONGEST_SENTENCE_TOKENS and tokens % SENTENCE_TOKENS == 0
