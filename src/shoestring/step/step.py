@@ -151,6 +151,14 @@ class Step:
         return None if scaling is None else scaling.scale
 
     @property
+    def counts(self) -> dict[str, int]:
+        """What techniques counted since the first update, by name; waits for the device."""
+        made: dict[str, int] = {}
+        for item in self._setup.state.values():
+            made |= getattr(item, "counts", dict)()
+        return made
+
+    @property
     def captured_peak_bytes(self) -> int:
         """Allocated at most while the graph in use was captured; 0 without one."""
         return 0 if self._graph is None else self._graph.peak_bytes

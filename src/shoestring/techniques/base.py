@@ -146,6 +146,8 @@ class Technique:
     """Its update reads nothing back to the host, so that the step can be one CUDA graph."""
     state_first: ClassVar[bool] = False
     """The optimizer's state is there before the first pass, not made by the first update."""
+    stores_weights: ClassVar[bool] = False
+    """Weights have other names or shapes with it; `plain_weights` has them as the model had."""
     proof: ClassVar[Literal["without", "alone"] | None] = None
     """How a lossless one is proven beside lossy ones: the plan without it, or it alone."""
     suspects: ClassVar[Mapping[str, str]] = {}
@@ -157,6 +159,10 @@ class Technique:
     def is_neutral(self) -> bool:
         """Whether these settings change no bit."""
         return False
+
+    def plain_weights(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """The state dict of a model it was applied to, with the names and shapes of before."""
+        return model.state_dict()
 
     def short(self) -> str:
         """For a plan on one line: 'microbatch 10'."""
