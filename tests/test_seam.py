@@ -14,7 +14,14 @@ EXCEPTIONS = {
     "lab/runs/settings.py": "the report's learning rates and rewiring, tuned for its densities",
     "lab/runs/defaults.py": "the report's schedule of rewiring",
 }
-OURS = ("sparsity", "precision", "checkpointing", "microbatching")
+OURS = (
+    "sparsity",
+    "precision",
+    "checkpointing",
+    "microbatching",
+    "chunked_loss",
+    "optimizer_state",
+)
 
 
 def _named(file: Path) -> set[str]:

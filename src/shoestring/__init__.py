@@ -29,7 +29,9 @@ from .step.shares import Parallel
 from .step.step import Step
 from .techniques import (
     Checkpointing,
+    ChunkedLoss,
     Microbatching,
+    OptimizerState,
     Precision,
     Sparsity,
     Technique,
@@ -48,6 +50,7 @@ __all__ = [
     "Certificate",
     "Checkpointing",
     "Choice",
+    "ChunkedLoss",
     "Comparison",
     "FrontPoint",
     "InputError",
@@ -56,6 +59,7 @@ __all__ = [
     "MemoryProfile",
     "Microbatching",
     "NoEffectWarning",
+    "OptimizerState",
     "Parallel",
     "Plan",
     "Precision",

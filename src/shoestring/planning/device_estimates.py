@@ -33,21 +33,26 @@ class DeviceEstimates:
     def __init__(self, context: Context, costs: Costs) -> None:
         self.context, self._costs = context, costs
         self._updates: dict[tuple[Technique, ...], Update] = {}
-        found = (kind.scheduler(context) for kind in registered().values())
-        self._scheduler: Scheduler | None = next((s for s in found if s is not None), None)
+        self._known_passes: dict[tuple[Technique, ...], _Passes] = {(): _Passes(context)}
         self.trained: dict[str, int] = {
             p.name: p.numel * p.dtype.itemsize for p in context.trace.parameters if p.has_gradient
         }
-        self._passes: Work = work_of_passes(context.trace)
-        self._fixed_bytes: int = resident_bytes(device_timeline(context.trace))
 
     @cached_property
     def plain(self) -> Prediction:
         """The step without a plan."""
-        seconds = self._seconds(Setting(), self._passes)
-        return self._predicted(Setting(), self.context.trace, seconds, int(self._passes.flops))
+        work = self._passes(Setting()).work
+        seconds = self._seconds(Setting(), work)
+        return self._predicted(Setting(), self.context.trace, seconds, int(work.flops))
 
     # -- a setting -----------------------------------------------------------------------------
+
+    def _passes(self, setting: Setting) -> _Passes:
+        """Forward and backward, with what changes them by more than a factor."""
+        techniques = tuple(t for t in setting.techniques if t.changes_passes)
+        if techniques not in self._known_passes:
+            self._known_passes[techniques] = _Passes(self.context.within(techniques))
+        return self._known_passes[techniques]
 
     def update(self, setting: Setting) -> Update:
         """What is resident with a setting, and what the update takes."""
@@ -92,8 +97,8 @@ class DeviceEstimates:
 
     def _conditions(self, setting: Setting) -> Conditions:
         whole, now = self._update(()), self.update(setting)
-        number_type = setting.scales.number_type
-        resident = self._fixed_bytes - whole.model_bytes + now.model_bytes + now.state_bytes
+        number_type, fixed = setting.scales.number_type, self._passes(setting).fixed_bytes
+        resident = fixed - whole.model_bytes + now.model_bytes + now.state_bytes
         return Conditions(
             scales=setting.scales,
             gradients=now.gradient_bytes / max(whole.gradient_bytes, 1),
@@ -116,43 +121,40 @@ class DeviceEstimates:
 
     def least_seconds(self, setting: Setting) -> float:
         """Nothing is recomputed."""
-        kept = None if self._scheduler is None else self._scheduler.kept
-        works = [self._passes, *([] if kept is None else [kept])]
+        passes = self._passes(setting)
+        kept = None if passes.scheduler is None else passes.scheduler.kept
+        works = [passes.work, *([] if kept is None else [kept])]
         return min(self._seconds(setting, work) for work in works)
 
     def least_bytes(self, setting: Setting) -> int:
         """What no schedule changes, and the largest block alone."""
-        at = self._conditions(setting)
-        return at.floor_bytes if self._scheduler is None else self._scheduler.least_bytes(at)
+        at, scheduler = self._conditions(setting), self._passes(setting).scheduler
+        return at.floor_bytes if scheduler is None else scheduler.least_bytes(at)
 
     def best(self, setting: Setting, room_bytes: int) -> Candidate | None:
         """The fastest that is estimated to fit."""
-        at = self._conditions(setting)
-        if self._scheduler is None:
-            found = next((s for s in self._unscheduled(at) if s.peak_bytes <= room_bytes), None)
+        at, passes = self._conditions(setting), self._passes(setting)
+        if passes.scheduler is None:
+            found = next((s for s in passes.unscheduled(at) if s.peak_bytes <= room_bytes), None)
         else:
-            found = self._scheduler.best(at, room_bytes)
+            found = passes.scheduler.best(at, room_bytes)
         return None if found is None else self._candidate(setting, found)
 
     def around(self, candidate: Candidate) -> list[Candidate]:
         """The fastest for somewhat less and somewhat more memory, by the same setting."""
-        if self._scheduler is None:
+        scheduler = self._passes(candidate.setting).scheduler
+        if scheduler is None:
             return [candidate]
         at = self._conditions(candidate.setting)
-        found = self._scheduler.around(at, candidate.peak_bytes)
+        found = scheduler.around(at, candidate.peak_bytes)
         return [self._candidate(candidate.setting, one) for one in found]
 
     def front(self, setting: Setting) -> list[Candidate]:
         """Every schedule worth having."""
-        at = self._conditions(setting)
-        found = self._unscheduled(at) if self._scheduler is None else self._scheduler.front(at)
+        at, passes = self._conditions(setting), self._passes(setting)
+        scheduler = passes.scheduler
+        found = passes.unscheduled(at) if scheduler is None else scheduler.front(at)
         return [self._candidate(setting, one) for one in found]
-
-    def _unscheduled(self, at: Conditions) -> list[Scheduled]:
-        """The passes as they are, scaled."""
-        passes = int(device_timeline(self.context.trace).totals.max(initial=0)) - self._fixed_bytes
-        peak = at.resident_bytes + int(passes * at.scales.share * at.scales.width)
-        return [Scheduled(None, max(peak, at.floor_bytes), self._passes)]
 
     def _candidate(self, setting: Setting, found: Scheduled) -> Candidate:
         seconds, flops = self._seconds(setting, found.work), int(found.work.flops)
@@ -179,6 +181,23 @@ class DeviceEstimates:
         scratch = scratch_above(trace, totals) if device == "cpu" else 0
         above = max(passes + state + scratch - peak, 0)
         return Prediction(peak, "device", device, seconds, flops, self._costs.source, above)
+
+
+class _Passes:
+    """Forward and backward of one step: what they hold and take, and who schedules them."""
+
+    def __init__(self, context: Context) -> None:
+        found = (kind.scheduler(context) for kind in registered().values())
+        self.scheduler: Scheduler | None = next((s for s in found if s is not None), None)
+        self._trace = context.trace
+        self.work: Work = work_of_passes(context.trace)
+        self.fixed_bytes: int = resident_bytes(device_timeline(context.trace))
+
+    def unscheduled(self, at: Conditions) -> list[Scheduled]:
+        """The passes as they are, scaled."""
+        passes = int(device_timeline(self._trace).totals.max(initial=0)) - self.fixed_bytes
+        peak = at.resident_bytes + int(passes * at.scales.share * at.scales.width)
+        return [Scheduled(None, max(peak, at.floor_bytes), self.work)]
 
 
 class _Known:

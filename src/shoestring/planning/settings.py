@@ -11,7 +11,7 @@ from itertools import product
 from ..techniques.base import Technique
 from ..techniques.claims import Circumstances, Level
 from ..techniques.offers import Offer, Scales
-from ..techniques.plan import Plan
+from ..techniques.plan import Plan, refusal
 from .allow import Allowed
 
 
@@ -55,4 +55,5 @@ def settings(
     """Every combination that is allowed, the closest to plain training first."""
     ladders = [[None, *(o for o in ladder if allowed.permits(o, at))] for ladder in offers]
     found = [Setting(tuple(o for o in chosen if o is not None)) for chosen in product(*ladders)]
-    return sorted(found, key=lambda s: s.rank(at))
+    together = [setting for setting in found if refusal(setting.techniques) is None]
+    return sorted(together, key=lambda s: s.rank(at))

@@ -2,14 +2,18 @@
 
 from .base import Technique
 from .checkpointing import Checkpointing
+from .chunked_loss import ChunkedLoss
 from .microbatching import Microbatching
+from .optimizer_state import OptimizerState
 from .precision import Precision
 from .registry import register, registered
 from .sparsity import Sparsity
 
 __all__ = [
     "Checkpointing",
+    "ChunkedLoss",
     "Microbatching",
+    "OptimizerState",
     "Precision",
     "Sparsity",
     "Technique",

@@ -71,6 +71,7 @@ class Sparsity(Technique):
         ),
     )
     some_tell_all: ClassVar[bool] = False
+    moves_elements: ClassVar[bool] = True
 
     density: float
     method: str = "dsr"
