@@ -29,8 +29,10 @@ from .step.shares import Parallel
 from .step.step import Step
 from .techniques import (
     Checkpointing,
+    ChunkedLoss,
     FusedUpdate,
     Microbatching,
+    OptimizerState,
     Precision,
     Sparsity,
     Technique,
@@ -49,6 +51,7 @@ __all__ = [
     "Certificate",
     "Checkpointing",
     "Choice",
+    "ChunkedLoss",
     "Comparison",
     "FrontPoint",
     "FusedUpdate",
@@ -58,6 +61,7 @@ __all__ = [
     "MemoryProfile",
     "Microbatching",
     "NoEffectWarning",
+    "OptimizerState",
     "Parallel",
     "Plan",
     "Precision",

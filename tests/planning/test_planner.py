@@ -176,7 +176,7 @@ def test_plans_for_a_device_that_is_not_there(name: str) -> None:
     least = planner.smallest_bytes()
     plan = planner.plan((least + plain) // 2)
     assert plan.predicted.device == "cuda" and plan.predicted.peak_bytes < plain
-    chain = planner.estimates._scheduler._chain
+    chain = planner.estimates._passes(Setting()).scheduler._chain
     assert all(o.kept_bytes <= o.forward_bytes for s in chain.blocks for o in s.options.values())
 
 

@@ -19,16 +19,12 @@ class Prediction:
     costs: str | None = None
     """Where the seconds come from."""
     scratch_bytes: int = 0
-<<<<<<< HEAD
-    """What kernels on the CPU take beside tensors, at most; CUDA's are in `peak_bytes`."""
+    """What kernels on the CPU take beside tensors, and techniques keep unseen, at most; CUDA's are
+    in `peak_bytes`."""
     reserved_bytes: int = 0
     """What CUDA's allocator takes from the card for it; 0 where that is not asked."""
     captured: bool = False
     """Whether the step is taken to run as one CUDA graph."""
-=======
-    """What kernels on the CPU take beside tensors, and techniques keep unseen, at most; CUDA's are
-    in `peak_bytes`."""
->>>>>>> certificate
 
     @property
     def needed_bytes(self) -> int:

@@ -36,15 +36,17 @@ class DeviceEstimates:
     def __init__(self, context: Context, costs: Costs) -> None:
         self.context, self._costs = context, costs
         self._updates: dict[tuple[Technique, ...], Update] = {}
-        found = (kind.scheduler(context) for kind in registered().values())
-        self._scheduler: Scheduler | None = next((s for s in found if s is not None), None)
+        self._known_passes: dict[tuple[Technique, ...], _Passes] = {(): _Passes(context)}
         self.trained: dict[str, int] = {
             p.name: p.numel * p.dtype.itemsize for p in context.trace.parameters if p.has_gradient
         }
-        self.passes: Work = work_of_passes(context.trace)
-        self._fixed_bytes: int = resident_bytes(device_timeline(context.trace))
         self.room_bytes: int | None = None
         """What a captured step may reserve; more, and it is taken to run eagerly."""
+
+    @property
+    def passes(self) -> Work:
+        """Of the plain step."""
+        return self._passes(Setting()).work
 
     @cached_property
     def plain(self) -> Prediction:
@@ -52,6 +54,13 @@ class DeviceEstimates:
         return self._predicted(Setting(), self.context.trace, self.passes)
 
     # -- a setting -----------------------------------------------------------------------------
+
+    def _passes(self, setting: Setting) -> _Passes:
+        """Forward and backward, with what changes them by more than a factor."""
+        techniques = tuple(t for t in setting.techniques if t.changes_passes)
+        if techniques not in self._known_passes:
+            self._known_passes[techniques] = _Passes(self.context.within(techniques))
+        return self._known_passes[techniques]
 
     def update(self, setting: Setting) -> Update:
         """What is resident with a setting, and what the update takes."""
@@ -102,7 +111,8 @@ class DeviceEstimates:
     def _resident_bytes(self, setting: Setting) -> int:
         """There all the time."""
         whole, now = self._update(()), self.update(setting)
-        return self._fixed_bytes - whole.model_bytes + now.model_bytes + now.state_bytes
+        fixed = self._passes(setting).fixed_bytes
+        return fixed - whole.model_bytes + now.model_bytes + now.state_bytes
 
     def floor_bytes(self, setting: Setting) -> int:
         """At the peak of the update, through which libraries keep their workspaces."""
@@ -145,22 +155,23 @@ class DeviceEstimates:
 
     def least_seconds(self, setting: Setting) -> float:
         """Nothing is recomputed."""
-        kept = None if self._scheduler is None else self._scheduler.kept
-        works = [self.passes, *([] if kept is None else [kept])]
+        passes = self._passes(setting)
+        kept = None if passes.scheduler is None else passes.scheduler.kept
+        works = [passes.work, *([] if kept is None else [kept])]
         return min(self._seconds(setting, work) for work in works)
 
     def least_bytes(self, setting: Setting) -> int:
         """What no schedule changes, and the largest block alone."""
-        at = self._conditions(setting)
-        return at.floor_bytes if self._scheduler is None else self._scheduler.least_bytes(at)
+        at, scheduler = self._conditions(setting), self._passes(setting).scheduler
+        return at.floor_bytes if scheduler is None else scheduler.least_bytes(at)
 
     def best(self, setting: Setting, room_bytes: int) -> Candidate | None:
         """The fastest that is estimated to fit."""
-        at = self._conditions(setting)
-        if self._scheduler is None:
-            found = next((s for s in self._unscheduled(at) if s.peak_bytes <= room_bytes), None)
+        at, passes = self._conditions(setting), self._passes(setting)
+        if passes.scheduler is None:
+            found = next((s for s in passes.unscheduled(at) if s.peak_bytes <= room_bytes), None)
         else:
-            found = self._scheduler.best(at, room_bytes)
+            found = passes.scheduler.best(at, room_bytes)
         return None if found is None else self._candidate(setting, found)
 
     def tighter(self, candidate: Candidate, missing_bytes: int) -> Candidate | None:
@@ -169,39 +180,37 @@ class DeviceEstimates:
         What is reserved does not follow the peak: gradients do not fit into the gaps that
         activations leave. So it is activations that must become fewer.
         """
-        if not self._of_card or self._scheduler is None:
+        scheduler = self._passes(candidate.setting).scheduler
+        if not self._of_card or scheduler is None:
             return self.best(candidate.setting, candidate.peak_bytes - missing_bytes)
         at = self._conditions(candidate.setting).of_activations
-        now = self._scheduler.peak_bytes(at, candidate.scheduled)
-        found = self._scheduler.best(at, now - missing_bytes)
+        now = scheduler.peak_bytes(at, candidate.scheduled)
+        found = scheduler.best(at, now - missing_bytes)
         return None if found is None else self._candidate(candidate.setting, found)
 
     def least(self, setting: Setting) -> Candidate | None:
         """The one of least memory."""
-        if not self._of_card or self._scheduler is None:
+        scheduler = self._passes(setting).scheduler
+        if not self._of_card or scheduler is None:
             return next(iter(self.front(setting)), None)
-        found = self._scheduler.front(self._conditions(setting).of_activations)
+        found = scheduler.front(self._conditions(setting).of_activations)
         return self._candidate(setting, found[0]) if found else None
 
     def around(self, candidate: Candidate) -> list[Candidate]:
         """The fastest for somewhat less and somewhat more memory, by the same setting."""
-        if self._scheduler is None:
+        scheduler = self._passes(candidate.setting).scheduler
+        if scheduler is None:
             return [candidate]
         at = self._conditions(candidate.setting)
-        found = self._scheduler.around(at, candidate.peak_bytes)
+        found = scheduler.around(at, candidate.peak_bytes)
         return [self._candidate(candidate.setting, one) for one in found]
 
     def front(self, setting: Setting) -> list[Candidate]:
         """Every schedule worth having."""
-        at = self._conditions(setting)
-        found = self._unscheduled(at) if self._scheduler is None else self._scheduler.front(at)
+        at, passes = self._conditions(setting), self._passes(setting)
+        scheduler = passes.scheduler
+        found = passes.unscheduled(at) if scheduler is None else scheduler.front(at)
         return [self._candidate(setting, one) for one in found]
-
-    def _unscheduled(self, at: Conditions) -> list[Scheduled]:
-        """The passes as they are, scaled."""
-        passes = int(device_timeline(self.context.trace).totals.max(initial=0)) - self._fixed_bytes
-        peak = at.resident_bytes + int(passes * at.scales.share * at.scales.width)
-        return [Scheduled(None, max(peak, at.floor_bytes), self.passes)]
 
     def _candidate(self, setting: Setting, found: Scheduled) -> Candidate:
         seconds = self._seconds(setting, found.work)
@@ -218,19 +227,11 @@ class DeviceEstimates:
                 f"left out, {candidate.plan.short()}: {error}", RuntimeWarning, stacklevel=2
             )
             return None
-<<<<<<< HEAD
-        return self._predicted(candidate.setting, trace, candidate.work)
-
-    def _predicted(self, setting: Setting, trace: Trace, work: Work) -> Prediction:
-=======
-        return self._predicted(
-            candidate.setting, trace, candidate.seconds, candidate.flops, candidate.plan
-        )
+        return self._predicted(candidate.setting, trace, candidate.work, candidate.plan)
 
     def _predicted(
-        self, setting: Setting, trace: Trace, seconds: float, flops: int, plan: Plan = _PLAIN
+        self, setting: Setting, trace: Trace, work: Work, plan: Plan = _PLAIN
     ) -> Prediction:
->>>>>>> certificate
         totals = device_timeline(trace).totals
         passes, state = int(totals.max(initial=0)), self.update(setting).state_bytes
         device = self.context.device
@@ -272,6 +273,23 @@ class DeviceEstimates:
         gradients = [s.nbytes for s in trace.storages if s.role is Role.GRADIENT]
         share = update.state_bytes / count / max(sum(gradients), 1)
         return [int(nbytes * share) for nbytes in gradients for _ in range(count)]
+
+
+class _Passes:
+    """Forward and backward of one step: what they hold and take, and who schedules them."""
+
+    def __init__(self, context: Context) -> None:
+        found = (kind.scheduler(context) for kind in registered().values())
+        self.scheduler: Scheduler | None = next((s for s in found if s is not None), None)
+        self._trace = context.trace
+        self.work: Work = work_of_passes(context.trace)
+        self.fixed_bytes: int = resident_bytes(device_timeline(context.trace))
+
+    def unscheduled(self, at: Conditions) -> list[Scheduled]:
+        """The passes as they are, scaled."""
+        passes = int(device_timeline(self._trace).totals.max(initial=0)) - self.fixed_bytes
+        peak = at.resident_bytes + int(passes * at.scales.share * at.scales.width)
+        return [Scheduled(None, max(peak, at.floor_bytes), self.work)]
 
 
 class _Known:

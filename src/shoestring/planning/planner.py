@@ -94,18 +94,11 @@ def plan(
     Example:
         >>> plan = ss.plan(model, batch, loss=loss, optimizer="adamw", budget="8 GB")
     """
-<<<<<<< HEAD
-    planner = Planner(
-        model, batch, loss=loss, optimizer=optimizer, allow=allow, accounting=accounting,
-        device=device, budget_of=budget_of,
-    )  # fmt: skip
-    return planner.plan(parse_size(budget))
-=======
     budget_bytes = parse_size(budget)
     try:
         planner = Planner(
             model, batch, loss=loss, optimizer=optimizer, allow=allow, accounting=accounting,
-            device=device,
+            device=device, budget_of=budget_of,
         )  # fmt: skip
         return planner.plan(budget_bytes)
     except Exception as error:
@@ -117,7 +110,6 @@ def plan(
             model, batch, loss=loss, optimizer=optimizer, budget_bytes=budget_bytes,
             margin=MARGIN[here], allow=allow, because=because,
         )  # fmt: skip
->>>>>>> certificate
 
 
 class Planner:

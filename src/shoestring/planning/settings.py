@@ -11,7 +11,7 @@ from itertools import product
 from ..techniques.base import Technique
 from ..techniques.claims import Circumstances, Level
 from ..techniques.offers import Offer, Scales
-from ..techniques.plan import Plan
+from ..techniques.plan import Plan, refusal
 from .allow import Allowed
 
 
@@ -58,7 +58,8 @@ def settings(
         some = [offer for offer in ladder if allowed.permits(offer, at)]
         ladders.append([*some] if any(o.dominates for o in some) else [None, *some])
     found = [Setting(_without_idle(chosen)) for chosen in product(*ladders)]
-    return sorted(found, key=lambda s: s.rank(at))
+    together = [setting for setting in found if refusal(setting.techniques) is None]
+    return sorted(together, key=lambda s: s.rank(at))
 
 
 def _without_idle(chosen: Iterable[Offer | None]) -> tuple[Offer, ...]:

@@ -7,7 +7,8 @@ that could be used, and how each scales the passes of the plain step. One techni
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+import copy
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
@@ -109,6 +110,17 @@ class Context:
         self.split = split or SplitFound("auto", None, "assumed: the loss was not tested")
         """How the loss of a batch splits into those of its parts, as tested on real values."""
         self._writers = writers
+
+    def within(self, techniques: Sequence[Technique]) -> Context:
+        """The same step, where these techniques are always applied."""
+
+        def trace_step(plan: Plan, **others: Any) -> Trace:
+            return self.trace_step(plan.but(*techniques), **others)
+
+        made = copy.copy(self)
+        made.__dict__.pop("trace", None)
+        made.trace_step = trace_step
+        return made
 
     @cached_property
     def trace(self) -> Trace:
