@@ -24,6 +24,7 @@ from .planning.fit import fit
 from .planning.planner import plan
 from .planning.result import BudgetPlan, Choice, FrontPoint
 from .step.apply import apply
+from .step.clipping import Clip
 from .step.profiling import profile
 from .step.shares import Parallel
 from .step.step import Step
@@ -52,6 +53,7 @@ __all__ = [
     "Checkpointing",
     "Choice",
     "ChunkedLoss",
+    "Clip",
     "Comparison",
     "FrontPoint",
     "FusedUpdate",

@@ -82,7 +82,8 @@ class Setup:
     """A training step under construction: each technique changes the part that is its own.
 
     The step runs `run` on each part of `split(batch)`, multiplies the loss by the part's weight,
-    calls `backward` on it, and `update` once at the end; then every `after_update`.
+    calls `backward` on it; at the end every `before_update`, then `update` once, then every
+    `after_update`.
     """
 
     model: nn.Module
@@ -95,6 +96,10 @@ class Setup:
     """Weighted loss of a part → gradients in `.grad`, added up."""
     update: Callable[[], None]
     """Gradients → parameters."""
+    before_update: list[Callable[[], object]] = field(default_factory=list)
+    """Called when the gradients of all parts are there, before they are clipped."""
+    gradients_gone: str = ""
+    """Why gradients do not wait for the update (the backward pass makes it); "" where they do."""
     after_update: list[Callable[[], object]] = field(default_factory=list)
     """Called after every update; True says that parameters or buffers were replaced."""
     state: dict[str, HasState] = field(default_factory=dict)
