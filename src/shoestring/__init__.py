@@ -30,6 +30,7 @@ from .step.step import Step
 from .techniques import (
     Checkpointing,
     ChunkedLoss,
+    GradientRelease,
     Microbatching,
     OptimizerState,
     Precision,
@@ -53,6 +54,7 @@ __all__ = [
     "ChunkedLoss",
     "Comparison",
     "FrontPoint",
+    "GradientRelease",
     "InputError",
     "Level",
     "Measurement",

@@ -88,9 +88,10 @@ class DeviceEstimates:
     def _capture(self, plan: Plan, *, update: Collection[str] | None = None) -> Trace:
         """The passes of a planned step, or the update of some parameters (of none: of all)."""
         names = update or self.trained
+        inside = any(t.updates_in_backward for t in plan.techniques)
         return self.context.trace_step(
             plan,
-            optimizer=None if update is None else self.context.optimizer,
+            optimizer=None if update is None and not inside else self.context.optimizer,
             passes=update is None,
             trained={*names, *(f"{name}_values" for name in names)},  # of sparse ones
         )
@@ -176,6 +177,8 @@ class DeviceEstimates:
     def _predicted(self, setting: Setting, trace: Trace, seconds: float, flops: int) -> Prediction:
         totals = device_timeline(trace).totals
         passes, state = int(totals.max(initial=0)), self.update(setting).state_bytes
+        if any(t.updates_in_backward for t in setting.techniques):
+            state = 0  # it is in the trace
         peak = max(passes + state, self._conditions(setting).floor_bytes)
         device = self.context.device
         scratch = scratch_above(trace, totals) if device == "cpu" else 0

@@ -3,6 +3,7 @@
 from .base import Technique
 from .checkpointing import Checkpointing
 from .chunked_loss import ChunkedLoss
+from .gradient_release import GradientRelease
 from .microbatching import Microbatching
 from .optimizer_state import OptimizerState
 from .precision import Precision
@@ -12,6 +13,7 @@ from .sparsity import Sparsity
 __all__ = [
     "Checkpointing",
     "ChunkedLoss",
+    "GradientRelease",
     "Microbatching",
     "OptimizerState",
     "Precision",

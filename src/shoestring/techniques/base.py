@@ -102,6 +102,8 @@ class Setup:
     loss_scale: LossScaling | None = None
     adds_apart: bool = False
     """Gradients of parts are added up elsewhere than in `.grad`, in more tensors than those."""
+    updates_in_backward: bool = False
+    """Parameters are updated while the backward pass runs, and their gradients go."""
     first_run_differs: bool = False
     """The first forward pass is looked at; what was found there changes those after it."""
     update_on_device: bool = False
@@ -154,6 +156,8 @@ class Technique:
     """What it changes in an update is in proportion to the tensors' bytes."""
     updates_apart: ClassVar[bool] = False
     """Its update takes tensor after tensor, also on CUDA, where optimizers take all together."""
+    updates_in_backward: ClassVar[bool] = False
+    """A trace of the passes needs the optimizer that trains."""
     moves_elements: ClassVar[bool] = False
     """Between updates elements of a parameter, and of state of its shape, change their places."""
     proof: ClassVar[Literal["without", "alone"] | None] = None
@@ -269,6 +273,11 @@ class Technique:
     def counting(self, unit: str, each: int) -> Self:
         """The same, its size counted in another unit of which an example has `each`."""
         return self
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether an update is skipped when any gradient overflowed."""
+        return False
 
     @property
     def input_dtype(self) -> torch.dtype | None:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 from torch.optim import SGD, Optimizer
 
 from ...errors import InputError
@@ -134,6 +135,7 @@ class QuantizedUpdate:
         bits = self._codes.bits if scales else 32
         given = p.detach(), p.grad, held, scales or held
         fused.launch(*given, state, group, rate, self._noise.counter, number, self._scale, bits)
+        increment_version(p)  # autograd does not see kernels write
 
     # -- PyTorch -------------------------------------------------------------------------------
 
