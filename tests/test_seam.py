@@ -15,9 +15,15 @@ EXCEPTIONS = {
     "lab/runs/defaults.py": "the report's schedule of rewiring",
 }
 OURS = (
-    "sparsity", "precision", "checkpointing", "microbatching", "chunked_loss", "optimizer_state",
+    "sparsity",
+    "precision",
+    "checkpointing",
+    "microbatching",
+    "fused_update",
+    "chunked_loss",
+    "optimizer_state",
     "gradient_release",
-)  # fmt: skip
+)
 
 
 def _named(file: Path) -> set[str]:

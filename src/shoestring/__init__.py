@@ -24,12 +24,14 @@ from .planning.fit import fit
 from .planning.planner import plan
 from .planning.result import BudgetPlan, Choice, FrontPoint
 from .step.apply import apply
+from .step.clipping import Clip
 from .step.profiling import profile
 from .step.shares import Parallel
 from .step.step import Step
 from .techniques import (
     Checkpointing,
     ChunkedLoss,
+    FusedUpdate,
     GradientRelease,
     Microbatching,
     OptimizerState,
@@ -52,8 +54,10 @@ __all__ = [
     "Checkpointing",
     "Choice",
     "ChunkedLoss",
+    "Clip",
     "Comparison",
     "FrontPoint",
+    "FusedUpdate",
     "GradientRelease",
     "InputError",
     "Level",

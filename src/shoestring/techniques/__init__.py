@@ -3,6 +3,7 @@
 from .base import Technique
 from .checkpointing import Checkpointing
 from .chunked_loss import ChunkedLoss
+from .fused_update import FusedUpdate
 from .gradient_release import GradientRelease
 from .microbatching import Microbatching
 from .optimizer_state import OptimizerState
@@ -13,6 +14,7 @@ from .sparsity import Sparsity
 __all__ = [
     "Checkpointing",
     "ChunkedLoss",
+    "FusedUpdate",
     "GradientRelease",
     "Microbatching",
     "OptimizerState",

@@ -82,7 +82,8 @@ class Setup:
     """A training step under construction: each technique changes the part that is its own.
 
     The step runs `run` on each part of `split(batch)`, multiplies the loss by the part's weight,
-    calls `backward` on it, and `update` once at the end; then every `after_update`.
+    calls `backward` on it; at the end every `before_update`, then `update` once, then every
+    `after_update`.
     """
 
     model: nn.Module
@@ -95,6 +96,10 @@ class Setup:
     """Weighted loss of a part → gradients in `.grad`, added up."""
     update: Callable[[], None]
     """Gradients → parameters."""
+    before_update: list[Callable[[], object]] = field(default_factory=list)
+    """Called when the gradients of all parts are there, before they are clipped."""
+    gradients_gone: str = ""
+    """Why gradients do not wait for the update (the backward pass makes it); "" where they do."""
     after_update: list[Callable[[], object]] = field(default_factory=list)
     """Called after every update; True says that parameters or buffers were replaced."""
     state: dict[str, HasState] = field(default_factory=dict)
@@ -156,6 +161,12 @@ class Technique:
     """What it changes in an update is in proportion to the tensors' bytes."""
     updates_apart: ClassVar[bool] = False
     """Its update takes tensor after tensor, also on CUDA, where optimizers take all together."""
+    updates_on_device: ClassVar[bool] = False
+    """Its update reads nothing back to the host, so that the step can be one CUDA graph."""
+    state_first: ClassVar[bool] = False
+    """The optimizer's state is there before the first pass, not made by the first update."""
+    stores_weights: ClassVar[bool] = False
+    """Weights have other names or shapes with it; `plain_weights` has them as the model had."""
     updates_in_backward: ClassVar[bool] = False
     """A trace of the passes needs the optimizer that trains."""
     moves_elements: ClassVar[bool] = False
@@ -175,6 +186,10 @@ class Technique:
     def is_neutral(self) -> bool:
         """Whether these settings change no bit."""
         return False
+
+    def plain_weights(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """The state dict of a model it was applied to, with the names and shapes of before."""
+        return model.state_dict()
 
     def short(self) -> str:
         """For a plan on one line: 'microbatch 10'."""
@@ -239,6 +254,10 @@ class Technique:
     def predict(self, trace: Trace) -> Trace:
         """What the technique does to sizes, types and schedule. Pure."""
         return trace
+
+    def untraced_bytes(self, device: str) -> int:
+        """What it keeps on the device during a step that no trace shows, at most."""
+        return 0
 
     # -- training step -------------------------------------------------------------------------
 
@@ -315,6 +334,11 @@ class Technique:
     @classmethod
     def offers(cls, context: Context) -> Iterable[Offer]:
         """The settings a planner may try, from mild to harsh."""
+        return ()
+
+    @classmethod
+    def offers_untraced(cls, model: nn.Module) -> Iterable[Offer]:
+        """Settings to run and measure, of a model that cannot be traced; from mild to harsh."""
         return ()
 
     @classmethod

@@ -208,6 +208,8 @@ class Proof:
         near = self._near() if any(c is Level.NEAR for c, _ in self.claims.values()) else {}
         if near and not self.at.linear:
             near["parameters"] = near["parameters"] | self._moves(expected["parameters"])
+            squares = _of_squares(expected["optimizer state"], expected["gradients"], near)
+            near["optimizer state"] = near["optimizer state"] | squares
         if near:
             near = self._with_stated(near, expected["parameters"])
         made = []
@@ -429,6 +431,20 @@ class Proof:
         made = suspicion(row, self.plan)
         where = f"{row.tensor}: " if row.tensor else ""
         return replace(made, why=where + made.why)
+
+
+def _of_squares(
+    state: dict[Any, Any], gradients: dict[Any, Any], near: dict[str, RoundingNoise]
+) -> RoundingNoise:
+    """What state may differ by if its gradient is within its bound: a square, by about twice."""
+    norms: dict[Any, float] = {}
+    for key, held in state.items():
+        gradient = gradients.get(key[0])
+        scale = 0.0 if gradient is None else float(gradient.double().norm())
+        if scale and held.is_floating_point() and held.dim():
+            bound = near["gradients"].bound(key[0], scale, NEAR_MULTIPLE, NEAR_SPREAD) / scale
+            norms[key] = (2 + bound) * bound * float(held.double().norm()) / NEAR_MULTIPLE
+    return RoundingNoise(norms)
 
 
 def _within(seen: Distance, bound: float | None) -> bool:

@@ -133,3 +133,4 @@ class GradientRelease(Technique):
         plain = not setup.update_on_device
         Release(setup, fold=self.fold and folds(setup, plain))
         setup.updates_in_backward = True
+        setup.gradients_gone = f"{self.name} updates each parameter in the backward pass"
