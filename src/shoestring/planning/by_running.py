@@ -36,8 +36,8 @@ from ..trace.streams import stream_states
 from ..trace.untouched import Untouched, hooks_of
 from ..units import format_size
 from .allow import Allowed
+from .margin import Margin
 from .result import BudgetPlan, Choice
-from .search import budget_for
 from .settings import Setting
 
 DRAWS = 3
@@ -150,7 +150,7 @@ def _too_small(
     hint = f"measured step by step, since {because.message}{left}"
     if least is None:
         return BudgetError("the device runs out of memory with all that was tried", hint=hint)
-    needed = budget_for(least, margin)
+    needed = Margin(margin).budget_for(least)
     return BudgetError(
         f"no plan fits {format_size(budget_bytes)}; the smallest measured needs "
         f"{format_size(needed, digits=2)} ({setting.plan().short()})",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -37,6 +37,7 @@ def fit(
     budget: str | int,
     allow: str | Iterable[str] | None = None,
     enforce: bool = False,
+    budget_of: Literal["reserved", "allocated"] = "reserved",
 ) -> Step:
     """Make a training step that stays within the budget: `plan`, `apply`, and again if need be.
 
@@ -53,6 +54,7 @@ def fit(
         budget: Bytes, or text such as "8 GB".
         allow: As for `plan`.
         enforce: CUDA's allocator gives out no more than the budget.
+        budget_of: As for `plan`.
 
     Returns:
         A `Step`; `step(batch)` is forward, backward and update.
@@ -76,6 +78,7 @@ def fit(
     def planner_for(batch: Any) -> Planner:
         given: dict[str, Any] = {
             "loss": loss, "allow": allow, "device": device.type, "split": split,
+            "budget_of": budget_of,
         }  # fmt: skip
         updates = make_optimizer(optimizer, twin, mapping)
         try:

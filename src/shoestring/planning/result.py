@@ -51,6 +51,8 @@ class BudgetPlan(Plan):
     """The plan of least predicted time whose predicted peak and a margin stay within a budget."""
 
     budget_bytes: int = field()  # type: ignore[misc]
+    budget_of: str = "reserved"
+    """On CUDA: what the allocator takes from the card, or what is "allocated" of that."""
     margin: float
     """Fraction of the budget left free for what the prediction may miss."""
     predicted: Prediction
@@ -89,6 +91,7 @@ class BudgetPlan(Plan):
             "plan": self.to_dict(),
             "kind": self.kind,
             "budget_bytes": self.budget_bytes,
+            "budget_of": self.budget_of,
             "margin": self.margin,
             "predicted": self.predicted.as_dict(),
             "plain": self.plain.as_dict(),
@@ -112,11 +115,11 @@ class BudgetPlan(Plan):
         return [
             f"{self.kind}, for {format_size(self.budget_bytes)}: "
             f"predicted {format_size(predicted.peak_bytes)}{_scratch(predicted)} "
-            f"({predicted.accounting} accounting{of}, {100 * self.margin:g}% left free), "
+            f"({predicted.accounting} accounting{of}, {100 * self.margin:.2g}% left free), "
             f"plain {format_size(plain.peak_bytes)}",
             f"step {format_seconds(seconds)}, {_times(seconds, plain.seconds)} "
             f"plain; {format_flops(int(flops))}, {_times(flops, plain.flops)} plain "
-            f"(time by costs {predicted.costs})",
+            f"(time by costs {predicted.costs}{', as one CUDA graph' * predicted.captured})",
         ]
 
     def __str__(self) -> str:
@@ -128,6 +131,8 @@ class BudgetPlan(Plan):
 
 
 def _scratch(predicted: Prediction) -> str:
+    if predicted.reserved_bytes:
+        return f", {format_size(predicted.reserved_bytes)} reserved"
     nbytes = predicted.scratch_bytes
     return f" and {format_size(nbytes)} scratch of kernels" if nbytes else ""
 

@@ -210,6 +210,8 @@ class Proof:
             near["parameters"] = near["parameters"] | self._moves(expected["parameters"])
             squares = _of_squares(expected["optimizer state"], expected["gradients"], near)
             near["optimizer state"] = near["optimizer state"] | squares
+        if near:
+            near = self._with_stated(near, expected["parameters"])
         made = []
         for what in WHAT:
             if what == "random stream":
@@ -256,6 +258,25 @@ class Proof:
                 return Comparison(what, claim, Level.LOSSY, abs(longer), 0.0, why)
         level = Level.NEAR if within and claim is Level.NEAR else Level.LOSSY
         return Comparison(what, claim, level, seen.relative, bound, why, seen.name)
+
+    def _with_stated(
+        self, near: dict[str, RoundingNoise], after: dict[Any, Any]
+    ) -> dict[str, RoundingNoise]:
+        """With the bounds that techniques state themselves."""
+        stated: dict[str, float] = {}
+        for technique in self.plan.techniques:
+            for claim in technique.claims(self.at):
+                for what in claim.of if claim.level is Level.NEAR else ():
+                    stated[what] = max(claim.bound, stated.get(what, 0.0))
+        made = dict(near)
+        for what, bound in stated.items():
+            if bound and what in made:
+                made[what] = made[what] | RoundingNoise({}, bound / NEAR_SPREAD)
+        if share := stated.get("parameters"):
+            moved = self._moves(after).norms
+            by_move = RoundingNoise({name: norm * share for name, norm in moved.items()})
+            made["parameters"] = near["parameters"] | by_move
+        return made
 
     def _moves(self, after: dict[Any, Any]) -> RoundingNoise:
         """Dividing by the gradient turns the rounding of a small one into a whole move."""

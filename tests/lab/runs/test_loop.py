@@ -210,6 +210,14 @@ def test_two_runs_never_write_into_one_folder(tmp_path):
     run(tmp_path / "run", stop_after=1)  # it is free again
 
 
+def test_files_that_are_deleted_let_no_second_run_in(tmp_path):
+    with run_folder(tmp_path / "run", resume=False) as held:
+        for path in held.iterdir():  # a lock would be one of them
+            path.unlink()
+        with pytest.raises(InputError, match="another run is writing"):
+            run(tmp_path / "run", resume=True)
+
+
 @pytest.mark.parametrize("where", ["file/run", "/proc/run"])
 def test_a_folder_that_cannot_be_written(tmp_path, where):
     (tmp_path / "file").write_text("in the way")
