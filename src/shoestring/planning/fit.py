@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -18,7 +18,8 @@ from ..torch_private.fake_tensors import FakeTensorMode
 from ..trace.capture import Loss, check_trainable
 from ..trace.fakes import check_optimizer, fake_batch, fake_model, make_optimizer
 from ..units import format_size, parse_size
-from .planner import Planner
+from .by_running import plan_by_running, untraced
+from .planner import MARGIN, Planner
 from .result import BudgetPlan
 from .settings import Setting
 
@@ -36,12 +37,14 @@ def fit(
     budget: str | int,
     allow: str | Iterable[str] | None = None,
     enforce: bool = False,
+    budget_of: Literal["reserved", "allocated"] = "reserved",
 ) -> Step:
     """Make a training step that stays within the budget: `plan`, `apply`, and again if need be.
 
     When a step needs more than the budget, or the device runs out of memory, it says so with
     numbers (BudgetWarning), takes the failed step back (weights, buffers and random streams are as
-    before), and goes on by a tighter plan: no minibatch is lost.
+    before), and goes on by a tighter plan: no minibatch is lost. For a model that cannot be traced
+    the plan is found by running it, and there is no tighter one.
 
     Args:
         model: Changed in place.
@@ -51,6 +54,7 @@ def fit(
         budget: Bytes, or text such as "8 GB".
         allow: As for `plan`.
         enforce: CUDA's allocator gives out no more than the budget.
+        budget_of: As for `plan`.
 
     Returns:
         A `Step`; `step(batch)` is forward, backward and update.
@@ -74,6 +78,7 @@ def fit(
     def planner_for(batch: Any) -> Planner:
         given: dict[str, Any] = {
             "loss": loss, "allow": allow, "device": device.type, "split": split,
+            "budget_of": budget_of,
         }  # fmt: skip
         updates = make_optimizer(optimizer, twin, mapping)
         try:
@@ -83,10 +88,21 @@ def fit(
                 raise
         return Planner(model, batch, optimizer=optimizer, **given)  # its values are needed
 
-    tighter = _Tighter(planner_for, batch, budget_bytes)
-    step = apply(tighter.first, model, optimizer, loss=loss)
-    assert isinstance(step.plan, BudgetPlan)
-    step._hold = Hold(step, step.plan, tighter)
+    try:
+        tighter = _Tighter(planner_for, batch, budget_bytes)
+    except Exception as error:
+        because = untraced(error)
+        if because is None:
+            raise
+        found = plan_by_running(
+            model, batch, loss=loss, optimizer=optimizer, budget_bytes=budget_bytes,
+            margin=MARGIN[device.type], allow=allow, because=because,
+        )  # fmt: skip
+        step = apply(found, model, optimizer, loss=loss)
+    else:
+        step = apply(tighter.first, model, optimizer, loss=loss)
+        assert isinstance(step.plan, BudgetPlan)
+        step._hold = Hold(step, step.plan, tighter)
     if enforce:
         _enforce(device, budget_bytes)
     return step

@@ -19,7 +19,7 @@ from ..techniques.plan import Plan
 from ..trace.capture import Loss, check_loss, check_trainable
 from ..trace.fakes import adds_to_the_step, check_optimizer, is_fake, unwrapped
 from ..trace.graph import Phase
-from .graph import GraphRunner, can_capture, on_device
+from .graph import GraphRunner, on_device, why_not
 from .holding import Hold
 
 
@@ -41,7 +41,7 @@ class Step:
         """What `revise` goes back to."""
 
     def _runner(self) -> GraphRunner | None:
-        if not can_capture(self._setup):
+        if why_not(self._setup) is not None:
             return None
         return GraphRunner(self._setup, self._compute, in_place=self._in_place)
 
@@ -81,11 +81,17 @@ class Step:
         """Whether the step runs as one CUDA graph now."""
         return self._graph is not None and self._graph.captured
 
-    def use_graph(self, wanted: bool) -> None:
+    @property
+    def why_not_captured(self) -> str | None:
+        """Why the step does not run as one CUDA graph now; None where it does."""
+        return why_not(self._setup) if self._graph is None else self._graph.why_not
+
+    def use_graph(self, wanted: bool, why: str = "use_graph(False) was called") -> None:
         """On CUDA: capture the step where its shapes allow it (the default), or run it eagerly."""
         if self._graph is not None:
             self._graph.drop()
             self._graph.enabled = wanted
+            self._graph.refused = None if wanted else why
 
     def expect_in_place(self) -> None:
         """Every batch will be written over the last one: no captured step copies it."""
@@ -301,6 +307,8 @@ def apply_alone(
     step._base = base
     if chosen.budget_bytes is not None:
         step._hold = Hold(step, chosen)
+        if not chosen.predicted.captured:
+            step.use_graph(False, "the budget has no room for a graph")
     return step
 
 

@@ -36,7 +36,7 @@ from ..trace.recorder import Recorder
 from ..trace.split import cut, examples_of
 from ..trace.untouched import nothing_changes
 from ..trace.values import forget_varied
-from .graph import is_capturable
+from .graph import not_capturable
 from .step import Step, apply_alone
 
 
@@ -134,8 +134,6 @@ class _Request:
             data = fake_batch(batch, mode)
             updates = make_optimizer(optimizer or "sgd-plain", twin, mapping)
             assert updates is not None
-            if device == "cuda":
-                default_to_foreach(updates)
             recorder, outside = Recorder(), Outside(mode, answers=answers)
             asked = nullcontext() if answers is None else answers.following(twin)
             kernels: AbstractContextManager[Any] = (
@@ -143,6 +141,8 @@ class _Request:
             )
             with named_failures(recorder), asked, mode, outside, kernels:
                 step = apply_alone(Plan.of(plan), twin, updates, loss=loss)
+                if device == "cuda":
+                    default_to_foreach(updates)
                 capturable = self._becomes_a_graph(step._setup)
                 if capturable and captured:
                     outside.stop_asking()
@@ -168,13 +168,17 @@ class _Request:
                 ):  # not following functions: techniques have hooks
                     recorded = _record(recorder, step, data, passes, update=optimizer is not None)
         made = freeze(recorder, twin, updates, recorded, device)
-        return made, capturable and outside.was_asked
+        return replace(made, capturable=capturable), capturable and outside.was_asked
 
     def _becomes_a_graph(self, setup: Setup) -> bool:
         """On CUDA, by the optimizer that really trains."""
-        if self.trained_by is not None and not setup.update_on_device:
-            setup = replace(setup, optimizer=self.trained_by)
-        return self.device == "cuda" and is_capturable(setup)
+        if self.device != "cuda":
+            return False
+        own = any(technique.updates_on_device for technique in self.plan.techniques)
+        optimizer = self.trained_by or setup.optimizer
+        on_device = own or setup.update_on_device
+        setup = replace(setup, optimizer=optimizer, update_on_device=on_device)
+        return not_capturable(setup) is None
 
 
 @contextmanager

@@ -42,6 +42,7 @@ class Precision(Technique):
 
     name: ClassVar[str] = "precision"
     order: ClassVar[int] = 20
+    updates_on_device: ClassVar[bool] = True
     flags: ClassVar[tuple[Flag, ...]] = (
         Flag("precision", "kind", str, "fp32, fp16 or bf16.", neutral="fp32"),
     )

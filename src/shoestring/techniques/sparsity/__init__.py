@@ -74,6 +74,7 @@ class Sparsity(Technique):
     )
     some_tell_all: ClassVar[bool] = False
     stores_weights: ClassVar[bool] = True
+    moves_elements: ClassVar[bool] = True
 
     density: float
     method: str = "dsr"
