@@ -21,7 +21,6 @@ test-all: $(STAMP)
 	$(BIN)/python -m pytest -n 2
 
 # Kills, crash points, damaged and hostile files, full disks: counts at the end (docs/reliability.md).
-# HANG_SECONDS=300 on a machine that others use as well.
 KILLS ?= 100
 FUZZ ?= 5000
 CALLS ?= 100

@@ -14,7 +14,16 @@ EXCEPTIONS = {
     "lab/runs/settings.py": "the report's learning rates and rewiring, tuned for its densities",
     "lab/runs/defaults.py": "the report's schedule of rewiring",
 }
-OURS = ("sparsity", "precision", "checkpointing", "microbatching")
+OURS = (
+    "sparsity",
+    "precision",
+    "checkpointing",
+    "microbatching",
+    "fused_update",
+    "chunked_loss",
+    "optimizer_state",
+    "gradient_release",
+)
 
 
 def _named(file: Path) -> set[str]:

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from .base import Stranger
 from .handwritten import HANDWRITTEN
+from .kinds import KINDS
 from .language import LANGUAGE
+from .losses import LOSSES
 from .perception import PERCEPTION
+from .untraced import UNTRACED
 
-STRANGERS: dict[str, Stranger] = {s.name: s for s in (*LANGUAGE, *PERCEPTION, *HANDWRITTEN)}
+__all__ = ["KINDS", "STRANGERS", "Stranger"]
+
+STRANGERS: dict[str, Stranger] = {
+    s.name: s for s in (*LANGUAGE, *PERCEPTION, *HANDWRITTEN, *UNTRACED, *LOSSES)
+}

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 Made = tuple[nn.Module, Any, Callable[[nn.Module, Any], Tensor]]
@@ -48,3 +49,34 @@ def in_autocast(loss: Any) -> Any:
         return value
 
     return wrapped
+
+
+class Layer(nn.Module):
+    """A residual block."""
+
+    def __init__(self, wide: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(wide), nn.Linear(wide, 2 * wide), nn.Linear(2 * wide, wide),
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The same shape."""
+        made: Tensor = x + self.down(F.gelu(self.up(self.norm(x))))
+        return made
+
+
+def tower(wide: int, out: int, depth: int = 4) -> nn.Module:
+    """48 numbers → `out`, through residual blocks."""
+    return nn.Sequential(nn.Linear(48, wide), *(Layer(wide) for _ in range(depth)),
+                         nn.Linear(wide, out))  # fmt: skip
+
+
+def classify(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """Cross-entropy of (inputs, labels)."""
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def labelled(scale: int, rows: int = 128) -> tuple[Tensor, Tensor]:
+    """48 numbers and one of five classes each."""
+    return torch.randn(rows * scale, 48), torch.arange(rows * scale) % 5

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .base import Made, Stranger
+from .base import Layer, Made, Stranger, classify, labelled, tower
 
 
 class Variational(nn.Module):
@@ -176,25 +176,9 @@ def _masked_mean(scale: int) -> Made:
         return (lost * b["mask"]).sum() / b["mask"].sum()
 
     x, y = _padded_tokens(scale)
-    model = nn.Sequential(nn.Embedding(99, 32 * scale), *(_Layer(32 * scale) for _ in range(3)),
+    model = nn.Sequential(nn.Embedding(99, 32 * scale), *(Layer(32 * scale) for _ in range(3)),
                           nn.Linear(32 * scale, 99))  # fmt: skip
     return model, {"x": x, "y": y, "mask": (x != 0).float()}, loss
-
-
-class _Layer(nn.Module):
-    def __init__(self, wide: int) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = (
-            nn.LayerNorm(wide), nn.Linear(wide, 2 * wide), nn.Linear(2 * wide, wide),
-        )  # fmt: skip
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
-
-
-def _tower(wide: int, out: int, depth: int = 4) -> nn.Module:
-    return nn.Sequential(nn.Linear(48, wide), *(_Layer(wide) for _ in range(depth)),
-                         nn.Linear(wide, out))  # fmt: skip
 
 
 def _simclr(scale: int) -> Made:
@@ -203,13 +187,13 @@ def _simclr(scale: int) -> Made:
         target = torch.arange(len(x), device=x.device)
         return F.cross_entropy(views[0] @ views[1].T / 0.2, target)
 
-    return _tower(32 * scale, 16), torch.randn(128 * scale, 48), loss
+    return tower(32 * scale, 16), torch.randn(128 * scale, 48), loss
 
 
 def _byol(scale: int) -> Made:
     """The target network lies beside the model; nothing compares examples."""
     torch.manual_seed(2)
-    model = _tower(32 * scale, 16)
+    model = tower(32 * scale, 16)
     target = copy.deepcopy(model).requires_grad_(False)
 
     def loss(model: nn.Module, x: Tensor) -> Tensor:
@@ -228,7 +212,7 @@ def _triplet(scale: int) -> Made:
         return F.triplet_margin_loss(*(model(part) for part in b))
 
     batch = tuple(torch.randn(128 * scale, 48) for _ in range(3))
-    return _tower(32 * scale, 16), batch, loss
+    return tower(32 * scale, 16), batch, loss
 
 
 class Switch(nn.Module):
@@ -336,7 +320,7 @@ class Skipping(nn.Module):
     def __init__(self, wide: int) -> None:
         super().__init__()
         self.enter = nn.Linear(48, wide)
-        self.layers = nn.ModuleList(_Layer(wide) for _ in range(6))
+        self.layers = nn.ModuleList(Layer(wide) for _ in range(6))
         self.leave = nn.Linear(wide, 5)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -348,14 +332,6 @@ class Skipping(nn.Module):
         return self.leave(x)
 
 
-def _classify(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    return F.cross_entropy(model(batch[0]), batch[1])
-
-
-def _labelled(scale: int, rows: int = 128) -> tuple[Tensor, Tensor]:
-    return torch.randn(rows * scale, 48), torch.arange(rows * scale) % 5
-
-
 def _weighted(scale: int) -> Made:
     """Class weights: a mean over weights."""
 
@@ -363,7 +339,7 @@ def _weighted(scale: int) -> Made:
         weight = torch.tensor([1.0, 2, 3, 4, 5], device=b[0].device, dtype=b[0].dtype)
         return F.cross_entropy(model(b[0]), b[1], weight=weight)
 
-    return _tower(32 * scale, 5), _labelled(scale), loss
+    return tower(32 * scale, 5), labelled(scale), loss
 
 
 class Counting(nn.Module):
@@ -372,7 +348,7 @@ class Counting(nn.Module):
     def __init__(self, wide: int) -> None:
         super().__init__()
         self.register_buffer("mean", torch.zeros(48))
-        self.tower = _tower(wide, 5)
+        self.tower = tower(wide, 5)
 
     def forward(self, x: Tensor) -> Tensor:
         """Centered by what was seen before."""
@@ -386,7 +362,7 @@ def _batch_norm(scale: int) -> Made:
     layers = [nn.Sequential(nn.Linear(wide, wide), nn.BatchNorm1d(wide), nn.ReLU())
               for _ in range(4)]  # fmt: skip
     model = nn.Sequential(nn.Linear(48, wide), *layers, nn.Linear(wide, 5))
-    return model, _labelled(scale), _classify
+    return model, labelled(scale), classify
 
 
 def _seq2seq(scale: int) -> Made:
@@ -432,9 +408,9 @@ HANDWRITTEN = (
     Stranger("flow", "diffusion", _flow),
     Stranger("physics", "other", _physics),
     Stranger("stochastic-depth", "other",
-             lambda s: (Skipping(32 * s), _labelled(s), _classify), random=True),
+             lambda s: (Skipping(32 * s), labelled(s), classify), random=True),
     Stranger("class-weights", "other", _weighted),
     Stranger("assigned-buffer", "other",
-             lambda s: (Counting(32 * s), _labelled(s), _classify), "sgd"),
+             lambda s: (Counting(32 * s), labelled(s), classify), "sgd"),
     Stranger("batch-norm-mlp", "other", _batch_norm, "sgd"),
 )  # fmt: skip

@@ -25,8 +25,8 @@ from tiny_texts import SMALL, small_text
 COUNTS: Counter[str] = Counter()
 """What was tried, and what broke; printed at the end."""
 SEED = int(os.environ.get("SEED", "0"))
-HANG_SECONDS = float(os.environ.get("HANG_SECONDS") or 60)
-"""On a machine that others use as well it may take more."""
+HANG_SECONDS = 60.0
+"""Of the process's own time (`OwnTime`): more is a hang."""
 PRELOADED = [
     *("torch._dynamo", "sklearn.datasets", "shoestring.lab.runs.command", "shoestring.cli.main"),
     *("shoestring.lab.study.local", "shoestring.lab.study.report", "matplotlib.figure"),
@@ -49,11 +49,66 @@ def start(arguments: list[Any], log: Path) -> Any:
     return process
 
 
+class OwnTime:
+    """Seconds since it was made, without those in which a process waited for a busy CPU.
+
+    Others may use the machine. The kernel counts how long a thread that could run did not
+    (/proc/PID/schedstat); asleep, blocked or running it has its time. Of a process with children
+    the one that waited longest counts. Where the kernel does not say, it is the clock's time.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._pid, self._last = pid, time.monotonic()
+        self._delays = _delays(pid)
+        self.seconds = 0.0
+
+    def look(self) -> float:
+        """The seconds up to now; to be asked often."""
+        now, delays = time.monotonic(), _delays(self._pid)
+        waited = max((d - self._delays.get(pid, 0.0) for pid, d in delays.items()), default=0.0)
+        self.seconds += max(now - self._last - waited, 0.0)
+        self._last, self._delays = now, delays
+        return self.seconds
+
+
+def _delays(pid: int) -> dict[int, float]:
+    """Seconds that a process and those it started have waited for a CPU so far."""
+    found: dict[int, float] = {}
+    for one in (pid, *_children(pid)):
+        with contextlib.suppress(OSError, IndexError, ValueError):
+            found[one] = int(Path(f"/proc/{one}/schedstat").read_text().split()[1]) / 1e9
+    return found
+
+
+def _children(pid: int) -> list[int]:
+    found = []
+    with contextlib.suppress(OSError):
+        for child in map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
+            found += [child, *_children(child)]
+    return found
+
+
+def ended_in_time(pid: int, wait: Callable[[float], bool]) -> bool:
+    """Whether `wait` (up to so many seconds) says that it ended before it counts as a hang."""
+    own = OwnTime(pid)
+    while not wait(0.05):
+        if own.look() > HANG_SECONDS:
+            COUNTS["hangs"] += 1
+            return False
+    COUNTS["longest, seconds of its own"] = max(
+        COUNTS["longest, seconds of its own"], round(own.look())
+    )
+    return True
+
+
 def finished(process: Any, log: Path) -> int:
     """Wait for its end; a hang is counted, and ended."""
-    process.join(HANG_SECONDS)
-    if process.exitcode is None:
-        COUNTS["hangs"] += 1
+
+    def ended(seconds: float) -> bool:
+        process.join(seconds)
+        return process.exitcode is not None
+
+    if not ended_in_time(process.pid, ended):
         process.kill()
         process.join()
     if "Traceback (most recent call last)" in log.read_text(errors="replace"):

@@ -12,7 +12,7 @@ import pytest
 from faulty_os import ENDED, Faulty
 from test_loop import ALL, run
 
-from chaos import COUNTS, HANG_SECONDS, SEED, asked, same_run, same_text
+from chaos import COUNTS, SEED, asked, ended_in_time, same_run, same_text
 from shoestring import Plan
 from shoestring.errors import ShoestringError
 from shoestring.lab.runs.loop import train
@@ -65,13 +65,18 @@ def in_fork(work, faulty):
             os.write(2, traceback.format_exc().encode())
         finally:
             os._exit(status)
-    until = time.monotonic() + HANG_SECONDS
-    while time.monotonic() < until:
-        ended, how = os.waitpid(child, os.WNOHANG)
-        if ended:
-            return os.waitstatus_to_exitcode(how)
-        time.sleep(0.005)
-    COUNTS["hangs"] += 1
+    status = []
+
+    def ended(seconds):
+        until = time.monotonic() + seconds
+        while not status and time.monotonic() < until:
+            gone, how = os.waitpid(child, os.WNOHANG)
+            status.extend([os.waitstatus_to_exitcode(how)] if gone else [])
+            time.sleep(0.005)
+        return bool(status)
+
+    if ended_in_time(child, ended):
+        return status[0]
     os.kill(child, 9)
     os.waitpid(child, 0)
     raise AssertionError("a hang")

@@ -24,7 +24,7 @@ from chaos import SEED, asked
 from shoestring import Plan, Sparsity
 from shoestring.lab.records.run import FILE, read
 from shoestring.lab.runs import snapshot
-from shoestring.lab.runs.average import mean_of_files
+from shoestring.lab.runs.average import mean_of, weights_in
 from shoestring.lab.runs.trainer import STATE, Trainer
 from shoestring.lab.study.expand import expand
 from shoestring.lab.study.page import page
@@ -80,7 +80,7 @@ def fuzz_snapshots(count, chance, tmp_path):
         path = named(folder, written, kind=chance.choice(("snapshot", "snapshot", "weights")))
         with attacked("snapshots", written[:200]):
             if path.name.startswith("weights"):
-                mean_of_files([path])
+                mean_of([weights_in(path)])
             else:
                 found, _ = snapshot.load_latest(folder, keys=STATE)
                 trainer.load_state_dict(found)

@@ -1,12 +1,19 @@
 """The simulated caching allocator against sequences worked out by hand, and its invariants."""
 
+import itertools
 import sys
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoestring.memory.cuda.allocator import MIB, CachingAllocator, rounded, segment_bytes
+from shoestring.memory.cuda.allocator import (
+    MIB,
+    CachingAllocator,
+    ExpandableAllocator,
+    rounded,
+    segment_bytes,
+)
 
 
 @pytest.mark.parametrize(
@@ -132,3 +139,70 @@ def test_a_request_costs_the_same_however_many_blocks_are_live():
     finally:
         sys.settrace(before)
     assert 5 < many < 1.5 * few + 10
+
+
+# -- expandable segments ---------------------------------------------------------------------------
+
+
+def test_expandable_blocks_are_as_large_as_what_was_asked_for():
+    allocator = ExpandableAllocator()
+    allocator.free(allocator.allocate(12 * MIB))
+    assert allocator.block_bytes(allocator.allocate(11 * MIB)) == 11 * MIB
+    assert allocator.reserved_bytes == 20 * MIB
+
+
+def test_a_free_block_at_the_end_grows_instead_of_a_new_segment():
+    allocator = ExpandableAllocator()
+    first = allocator.allocate(30 * MIB)
+    assert allocator.reserved_bytes == 40 * MIB
+    allocator.free(first)
+    allocator.allocate(50 * MIB)
+    assert allocator.reserved_bytes == 60 * MIB, "the old kind would hold 30 and 50"
+
+
+def test_a_hole_that_is_too_small_costs_pages_until_they_are_given_back():
+    allocator = ExpandableAllocator()
+    held = [allocator.allocate(20 * MIB) for _ in range(4)]
+    allocator.free(held[0])
+    allocator.free(held[2])
+    allocator.allocate(40 * MIB)
+    assert allocator.reserved_bytes == 120 * MIB
+    allocator.empty_cache()
+    assert allocator.reserved_bytes == allocator.allocated_bytes == 80 * MIB
+
+
+def test_under_a_limit_idle_pages_go_before_more_are_taken():
+    allocator = ExpandableAllocator(limit_bytes=100 * MIB)
+    held = [allocator.allocate(20 * MIB) for _ in range(4)]
+    allocator.free(held[0])
+    allocator.free(held[2])
+    allocator.allocate(40 * MIB)
+    assert allocator.peak_reserved_bytes == 80 * MIB
+    allocator.allocate(60 * MIB)  # more than there is: it says how much more
+    assert allocator.peak_reserved_bytes == 140 * MIB
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 80 * MIB), st.integers(0, 9)), max_size=60),
+    st.none() | st.integers(MIB, 400 * MIB),
+)
+@settings(max_examples=60, deadline=None)
+def test_expandable_blocks_never_overlap_and_are_all_accounted_for(requests, limit):
+    allocator = ExpandableAllocator(limit)
+    held: list[int] = []
+    for nbytes, which in requests:
+        if held and which < 4:
+            allocator.free(held.pop(which % len(held)))
+        elif which == 9:
+            allocator.empty_cache()
+        else:
+            held.append(allocator.allocate(nbytes))
+        spans = sorted((small, at, at + size) for small, at, size in allocator._held.values())
+        for (pool, _, end), (other, start, _) in itertools.pairwise(spans):
+            assert pool != other or end <= start
+        assert sum(map(allocator.block_bytes, held)) == allocator.allocated_bytes
+        assert allocator.allocated_bytes <= allocator.reserved_bytes
+    for handle in held:
+        allocator.free(handle)
+    allocator.empty_cache()
+    assert allocator.reserved_bytes == allocator.allocated_bytes == 0

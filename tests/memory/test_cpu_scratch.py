@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import shoestring as ss
-from shoestring.memory.cpu_scratch import scratch_above
+from shoestring.memory.cpu_scratch import scratch_above, scratch_bytes
 from shoestring.memory.device import device_timeline
 from shoestring.memory.live.measure import training_step
 from shoestring.trace.capture import capture
+from shoestring.trace.recorder import Recorder
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -111,6 +112,30 @@ def test_the_bound_holds_and_is_not_far(name: str) -> None:
     assert bound <= 1.35 * real
 
 
+@pytest.mark.parametrize("rows", [40, 300, 2048])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_products_in_16_bits(rows: int, transposed: bool) -> None:
+    one = torch.randn(rows, 77 if transposed else 100).bfloat16()
+    one = one.t() if transposed else one
+    two = torch.randn(one.shape[1], 64).bfloat16()
+    real = allocator_peak(lambda: one @ two) - 2 * one.shape[0] * 64
+    recorder = Recorder()
+    with recorder:
+        one @ two
+    bound = scratch_bytes(recorder.ops[-1])
+    assert real <= bound <= 2 * real + 48 * 1024
+
+
+def test_sums_by_index_in_16_bits() -> None:
+    total = torch.zeros(64, 40).bfloat16()
+    index, given = torch.randint(0, 40, (64, 40)), torch.randn(64, 40).bfloat16()
+    real = allocator_peak(lambda: total.scatter_add_(1, index, given))
+    recorder = Recorder()
+    with recorder:
+        total.scatter_add_(1, index, given)
+    assert 0 < real <= scratch_bytes(recorder.ops[-1])
+
+
 @pytest.mark.parametrize("share", [0.8, 0.55])
 @pytest.mark.parametrize("name", ["plain", "depthwise"])
 def test_budgets_hold_at_the_allocator(name: str, share: float) -> None:
@@ -130,3 +155,27 @@ def test_budgets_hold_at_the_allocator(name: str, share: float) -> None:
     assert real <= budget
     if plan.predicted.scratch_bytes:
         assert "scratch of kernels" in str(plan)
+
+
+class Residual(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width),
+        )  # fmt: skip
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+def test_budgets_hold_the_random_states_that_regions_keep() -> None:
+    """5 KB a region: in a small model that is more than the margin."""
+    model = nn.Sequential(nn.Linear(48, 16), *(Residual(16) for _ in range(8)))
+    batch, optimizer = torch.randn(64, 48), torch.optim.SGD(model.parameters(), lr=0.0)
+    given: dict[str, Any] = {"loss": loss, "optimizer": optimizer}
+    budget = int(ss.profile(model, batch, accounting="device", **given).peak_bytes * 0.5)
+    plan = ss.plan(model, batch, budget=budget, allow="lossless", **given)
+    step = ss.apply(plan, model, optimizer, loss=loss)
+    step._hold = None
+    real = allocator_peak(lambda: step(batch)) + resident_bytes(model, batch, optimizer)
+    assert real <= budget, plan.short()

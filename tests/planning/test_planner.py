@@ -176,7 +176,7 @@ def test_plans_for_a_device_that_is_not_there(name: str) -> None:
     least = planner.smallest_bytes()
     plan = planner.plan((least + plain) // 2)
     assert plan.predicted.device == "cuda" and plan.predicted.peak_bytes < plain
-    chain = planner.estimates._scheduler._chain
+    chain = planner.estimates._passes(Setting()).scheduler._chain
     assert all(o.kept_bytes <= o.forward_bytes for s in chain.blocks for o in s.options.values())
 
 
@@ -187,7 +187,7 @@ def test_a_small_model_in_16_bits_needs_what_its_step_does() -> None:
     planner = Planner(model, batch, **given, costs=COSTS)
     halved = ss.Plan([ss.Precision(planner.context.narrow)])
     step = predict_step(halved, model, batch, **given).peak_bytes
-    budget = int(1.02 * step / (1 - planner.margin))
+    budget = int(1.02 * step / (1 - planner.margin.share))
     found = planner.plan(budget, lambda setting: setting.plan() == halved)
     assert found.predicted.peak_bytes == pytest.approx(step, rel=0.01)
     for choice in found.choices:
@@ -224,7 +224,7 @@ def test_without_a_plan_there_are_no_kernels_of_our_own() -> None:
     planner = Planner(model, batch, **given, device="cuda", allow="lossless")
     plain = predict_step([], model, batch, **given, device="cuda").peak_bytes
     assert planner.estimates.plain.peak_bytes == pytest.approx(plain, rel=1e-3)
-    room = 1 - planner.margin
+    room = 1 - planner.margin.share
     for share in (0.99, 0.96, 0.9):
         found = planner.plan(int(share * plain / room))
         assert found.plan.checkpointing is not None

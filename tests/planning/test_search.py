@@ -168,7 +168,7 @@ def test_time_grows_as_the_budget_falls(planner: Planner) -> None:
 def test_no_row_of_the_report_is_better(
     planner: Planner, wide_resnet, size: str, density: float, microbatch: int
 ) -> None:
-    """Its Table 2: no more memory, no more operations, no lower density."""
+    """Its Table 3: no more memory, no more operations, no lower density."""
     model, _ = wide_resnet
     known = builtin("wrn-28-2")
     row = profile(

@@ -29,6 +29,9 @@ LABELS: dict[str, Loss] = {
     "embedding": lambda m, b: (m(b[0]) * m.table(b[1])).mean(),
     "masked": lambda m, b: m(b[0]).masked_select((b[1] > 3)[:, None]).mean(),
     "indexed by a mask": lambda m, b: m(b[0])[b[1] > 3].mean(),
+    "sorted by it": lambda m, b: m(b[0])[b[1].argsort()].square().mean(),
+    "sorted along": lambda m, b: m(b[0]).index_select(0, b[1].sort()[1]).square().mean(),
+    "the first few": lambda m, b: m(b[0])[b[1].topk(3).indices].square().mean(),
     "one hot": lambda m, b: F.mse_loss(m(b[0]), F.one_hot(b[1] % 8, 8).float()),
 }
 

@@ -105,7 +105,15 @@ def report(
     as_json: AsJson = False,
 ) -> None:
     """Tables (Markdown, LaTeX), figures (PNG, SVG) and one HTML page from the records of runs."""
-    from ..lab.study.report import report as write
+    from pathlib import Path
 
-    result = write(folder, out, budget=budget)
+    from ..lab.study.overview import is_overview
+    from ..lab.study.report import report as write
+    from ..lab.study.report import report_all
+
+    result: Any
+    if is_overview(Path(folder)) and out is None and budget is None:
+        result = report_all(folder)
+    else:
+        result = write(folder, out, budget=budget)
     typer.echo(json_line(result.as_dict()) if as_json else str(result))

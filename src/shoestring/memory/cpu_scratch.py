@@ -1,9 +1,10 @@
 """What CPU kernels allocate and free inside of themselves: bounds by rule, for budgets.
 
 No storage shows it, so `measure` does not count it, but the allocator does: oneDNN's convolutions
-copy their arguments to layouts of their own, resampling goes through channels-last copies, some
-kernels make strided arguments contiguous. Bounds, fitted to the allocator's own events (PyTorch's
-profiler with `profile_memory`, torch 2.13, one thread) and tested against them.
+copy their arguments to layouts of their own, and so do its products in 16 bits; resampling goes
+through channels-last copies, some kernels make strided arguments contiguous. Bounds, fitted to the
+allocator's own events (PyTorch's profiler with `profile_memory`, torch 2.13, one thread) and tested
+against them.
 """
 
 from __future__ import annotations
@@ -120,6 +121,29 @@ def _normalized(op: Op) -> int:
     return _contiguous(op) + 2 * statistics
 
 
+def _product(op: Op) -> int:
+    """oneDNN's products in 16 bits: FP32 sums of some rows, one operand packed; both where the
+    first one is transposed, as in the gradient of a weight."""
+    given, strided = dict(op.inputs), dict(op.strided)
+    name = next(n for n in ("mat1", "batch1", "self") if n in given)
+    first = given[name]
+    if first.dtype.itemsize != 2:
+        return 0
+    rows, inner = first.shape[-2:]
+    columns = -(-op.outputs[0].shape[-1] // 32) * 32
+    inner = -(-inner // 32) * 32
+    if name not in strided:
+        return 4 * min(rows, 256) * min(columns, 64) + 128 * min(inner, 1024) + 1024
+    rows, inner = -(-rows // 32) * 32, min(inner, 512)
+    return 2 * (rows + 64) * inner + min(256 * rows, 2**18) + 24 * 1024
+
+
+def _added_in_fp32(op: Op) -> int:
+    """Sums in 16 bits go through a copy in FP32."""
+    given = dict(op.inputs)["self"]
+    return 4 * given.numel if given.dtype.itemsize == 2 and given.dtype.is_floating_point else 0
+
+
 _RULES: dict[str, Callable[[Op], int]] = {
     "convolution": _convolution,
     "convolution_backward": _convolution_backward,
@@ -128,6 +152,8 @@ _RULES: dict[str, Callable[[Op], int]] = {
     "native_group_norm": _normalized,
     "native_group_norm_backward": _normalized,
     "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+    **dict.fromkeys(("scatter_add", "scatter_add_"), _added_in_fp32),
+    **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm"), _product),
     **{
         f"{kind}{suffix}": _resampled
         for kind in ("upsample_bilinear2d", "upsample_bicubic2d", "upsample_nearest2d",

@@ -8,10 +8,11 @@ three times over, since what a step leaves in the cache shapes the blocks of the
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from ..trace.graph import Phase, Role, Storage, Trace
-from .cuda.allocator import CachingAllocator
+from .cuda.allocator import Allocator, CachingAllocator
 from .cuda.cudnn import ConvolutionTable
 from .cuda.operands import Temporary
 from .cuda.workspaces import Persistent, persistent, temporaries
@@ -29,7 +30,7 @@ def device_timeline(trace: Trace, convolutions: ConvolutionTable | None = None) 
     """
     labels = [(op.name, str(op.phase), op.module) for op in trace.ops]
     if trace.device == "cuda":
-        replay = _Replay(trace, convolutions or ConvolutionTable.shipped())
+        replay = Replay(trace, convolutions or ConvolutionTable.shipped(), CachingAllocator())
         return build(replay.run(), labels)
     changes: list[Change] = []
     for storage in trace.storages:
@@ -41,21 +42,20 @@ def device_timeline(trace: Trace, convolutions: ConvolutionTable | None = None) 
 
 
 @dataclass
-class _Replay:
-    """Steps of a trace run through the simulated allocator."""
+class Replay:
+    """Steps of a trace run through a simulated allocator."""
 
     trace: Trace
     convolutions: ConvolutionTable
-    allocator: CachingAllocator = field(default_factory=CachingAllocator)
+    allocator: Allocator
 
-    def run(self) -> list[Change]:
-        """Block sizes of the last step as changes of live bytes."""
+    def __post_init__(self) -> None:
         trace, count = self.trace, len(self.trace.ops)
         self._born: list[list[Storage]] = [[] for _ in range(count + 1)]
         self._dying: list[list[Storage]] = [[] for _ in range(count + 1)]
-        state: list[Storage] = []
-        changes: list[Change] = []
+        self.state: list[Storage] = []
         self._resident: list[tuple[int, Role, str]] = []
+        self._held: dict[int, int] = {}
         for storage in trace.storages:
             if storage.birth >= storage.death or not storage.nbytes:
                 continue
@@ -63,17 +63,20 @@ class _Replay:
                 self._born[storage.birth].append(storage)
                 self._dying[min(storage.death, count)].append(storage)
             elif storage.role is Role.OPTIMIZER_STATE:
-                state.append(storage)
+                self.state.append(storage)
             else:
                 self._keep(storage.nbytes, storage.role, storage.module)
         self._temporaries: list[tuple[Temporary, ...]] = [
             temporaries(op, self.convolutions) for op in trace.ops
         ]
-        self._held: dict[int, int] = {}
-        kept = persistent(trace)
+        self.workspaces = persistent(trace)
+
+    def run(self) -> list[Change]:
+        """Block sizes of the last step as changes of live bytes."""
+        changes: list[Change] = []
         for step in range(STEPS):
             first = step == 0
-            changes = self._step(kept if first else (), state if first else [])
+            changes = self.step(self.workspaces if first else (), self.state if first else [])
         for handle, role, module in self._resident:
             nbytes = self.allocator.block_bytes(handle)
             changes.append(Change(0, nbytes, role, module))
@@ -82,7 +85,18 @@ class _Replay:
     def _keep(self, nbytes: int, role: Role, module: str) -> None:
         self._resident.append((self.allocator.allocate(nbytes), role, module))
 
-    def _step(self, kept: tuple[Persistent, ...], state: list[Storage]) -> list[Change]:
+    def step(
+        self,
+        kept: tuple[Persistent, ...],
+        state: list[Storage],
+        update: Callable[[], None] = lambda: None,
+        share: float = 1.0,
+    ) -> list[Change]:
+        """One step; what is kept for good appears in it, and `update` runs at its end.
+
+        Tensors have only a share of their bytes where a smaller part of the batch runs.
+        """
+        self._share = share
         allocator = self.allocator
         changes: list[Change] = []
         first_use: dict[int, list[Persistent]] = {}
@@ -105,8 +119,15 @@ class _Replay:
         if awaiting_state:
             for storage in state:
                 self._keep(storage.nbytes, storage.role, storage.module)
+        update()
         self._release(len(self.trace.ops), changes)
         return changes
+
+    def drop_workspaces(self) -> None:
+        """Give back what libraries keep."""
+        for handle, role, _ in self._resident:
+            if role is Role.WORKSPACE:
+                self.allocator.free(handle)
 
     def _operate(self, index: int, changes: list[Change]) -> int:
         """Allocate an operation's results and temporaries as it would; return the peak inside."""
@@ -117,15 +138,19 @@ class _Replay:
             while made < temporary.results and (storage := next(results, None)) is not None:
                 self._make(storage, changes)
                 made += 1
-            handles = [allocator.allocate(nbytes) for nbytes in temporary.nbytes]
+            handles = [allocator.allocate(self._scaled(nbytes)) for nbytes in temporary.nbytes]
             for handle in handles:
                 allocator.free(handle)
         for storage in results:
             self._make(storage, changes)
         return allocator.peak_allocated_bytes
 
+    def _scaled(self, nbytes: int) -> int:
+        return nbytes if self._share == 1 else int(nbytes * self._share)
+
     def _make(self, storage: Storage, changes: list[Change]) -> None:
-        handle = self.allocator.allocate(storage.nbytes)
+        own = storage.role is Role.GRADIENT
+        handle = self.allocator.allocate(storage.nbytes if own else self._scaled(storage.nbytes))
         self._held[storage.index] = handle
         nbytes = self.allocator.block_bytes(handle)
         changes.append(Change(storage.birth, nbytes, storage.role, storage.module))

@@ -19,12 +19,17 @@ class Prediction:
     costs: str | None = None
     """Where the seconds come from."""
     scratch_bytes: int = 0
-    """What kernels on the CPU take beside tensors, at most; CUDA's are in `peak_bytes`."""
+    """What kernels on the CPU take beside tensors, and techniques keep unseen, at most; CUDA's are
+    in `peak_bytes`."""
+    reserved_bytes: int = 0
+    """What CUDA's allocator takes from the card for it; 0 where that is not asked."""
+    captured: bool = False
+    """Whether the step is taken to run as one CUDA graph."""
 
     @property
     def needed_bytes(self) -> int:
-        """What a budget must hold: the allocator's peak."""
-        return self.peak_bytes + self.scratch_bytes
+        """What a budget must hold: the allocator's peak, on CUDA with what it holds in reserve."""
+        return max(self.peak_bytes + self.scratch_bytes, self.reserved_bytes)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values."""
@@ -36,4 +41,6 @@ class Prediction:
             "device": self.device,
             "costs": self.costs,
             "scratch_bytes": self.scratch_bytes,
+            "reserved_bytes": self.reserved_bytes,
+            "captured": self.captured,
         }

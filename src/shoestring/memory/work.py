@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from ..trace.graph import Op, Phase, Trace
 
 _ALLOCATIONS = {f"aten.{name}" for name in ("empty", "empty_like", "empty_strided", "new_empty")}
 """No kernel runs for them, and nothing is read or written."""
+_NARROW = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +23,10 @@ class Work:
     launches: float = 0
     convolved: float = 0
     """Of the operations, those of convolutions."""
+    narrow: float = 0
+    """Of the operations, those on numbers of 16 bits."""
+    narrow_convolved: float = 0
+    """Of convolutions, those on numbers of 16 bits."""
 
     def __add__(self, other: Work) -> Work:
         return Work(
@@ -27,6 +34,8 @@ class Work:
             self.bytes_moved + other.bytes_moved,
             self.launches + other.launches,
             self.convolved + other.convolved,
+            self.narrow + other.narrow,
+            self.narrow_convolved + other.narrow_convolved,
         )
 
     def __sub__(self, other: Work) -> Work:
@@ -39,6 +48,8 @@ class Work:
             self.bytes_moved * bytes_moved,
             self.launches * launches,
             self.convolved * flops,
+            self.narrow * flops,
+            self.narrow_convolved * flops,
         )
 
 
@@ -54,7 +65,9 @@ def work_of(op: Op) -> Work:
     if "batch_norm" in op.name:
         specs.append(specs[0])
     moved = sum(spec.numel * spec.dtype.itemsize for spec in specs)
-    return Work(op.flops, moved, 1, op.flops if "convolution" in op.name else 0)
+    convolved = op.flops if "convolution" in op.name else 0
+    narrow = op.flops > 0 and any(spec.dtype in _NARROW for _, spec in op.inputs)
+    return Work(op.flops, moved, 1, convolved, *((op.flops, convolved) if narrow else ()))
 
 
 def work_of_passes(trace: Trace) -> Work:

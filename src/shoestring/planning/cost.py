@@ -62,16 +62,21 @@ class Costs:
 
     def seconds(self, work: Work, precision: str = "fp32") -> float:
         """How long the device takes for a part of a step when floats are of this precision."""
+        products = work.flops - work.convolved
+        narrow = work.narrow - work.narrow_convolved
         return (
-            (work.flops - work.convolved) / self.flops_per_second[precision]
-            + work.convolved / self.convolved_per_second[precision]
+            (products - narrow) / self.flops_per_second[precision]
+            + narrow / self.flops_per_second["bf16"]
+            + (work.convolved - work.narrow_convolved) / self.convolved_per_second[precision]
+            + work.narrow_convolved / self.convolved_per_second["bf16"]
             + work.bytes_moved / self.bytes_per_second
             + work.launches * self.seconds_per_kernel
         )
 
-    def step_seconds(self, work: Work, precision: str = "fp32") -> float:
-        """How long a whole step takes."""
-        return max(self.seconds(work, precision), work.launches * self.seconds_per_launch)
+    def step_seconds(self, work: Work, precision: str = "fp32", *, captured: bool = False) -> float:
+        """How long a whole step takes; captured as a graph, the host starts no kernels."""
+        device = self.seconds(work, precision)
+        return device if captured else max(device, work.launches * self.seconds_per_launch)
 
 
 def _nominal(device: str, rates: DeviceRates) -> Costs:

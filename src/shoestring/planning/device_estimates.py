@@ -14,17 +14,20 @@ from ..errors import InputError, TraceError
 from ..memory.cpu_scratch import scratch_above
 from ..memory.device import device_timeline
 from ..memory.prediction import Prediction
+from ..memory.reserved import reserved
 from ..memory.timeline import resident_bytes
 from ..memory.work import Work, work_of_passes
 from ..techniques import registered
 from ..techniques.base import Technique
 from ..techniques.offers import Conditions, Context, Scheduled, Scheduler, Update
 from ..techniques.plan import Plan
-from ..trace.graph import Trace
+from ..trace.graph import Role, Trace
 from .cost import Costs
 from .residents import largest, traced_update
 from .search import Candidate
 from .settings import Setting
+
+_PLAIN = Plan()
 
 
 class DeviceEstimates:
@@ -33,21 +36,31 @@ class DeviceEstimates:
     def __init__(self, context: Context, costs: Costs) -> None:
         self.context, self._costs = context, costs
         self._updates: dict[tuple[Technique, ...], Update] = {}
-        found = (kind.scheduler(context) for kind in registered().values())
-        self._scheduler: Scheduler | None = next((s for s in found if s is not None), None)
+        self._known_passes: dict[tuple[Technique, ...], _Passes] = {(): _Passes(context)}
         self.trained: dict[str, int] = {
             p.name: p.numel * p.dtype.itemsize for p in context.trace.parameters if p.has_gradient
         }
-        self._passes: Work = work_of_passes(context.trace)
-        self._fixed_bytes: int = resident_bytes(device_timeline(context.trace))
+        self.room_bytes: int | None = None
+        """What a captured step may reserve; more, and it is taken to run eagerly."""
+
+    @property
+    def passes(self) -> Work:
+        """Of the plain step."""
+        return self._passes(Setting()).work
 
     @cached_property
     def plain(self) -> Prediction:
         """The step without a plan."""
-        seconds = self._seconds(Setting(), self._passes)
-        return self._predicted(Setting(), self.context.trace, seconds, int(self._passes.flops))
+        return self._predicted(Setting(), self.context.trace, self.passes)
 
     # -- a setting -----------------------------------------------------------------------------
+
+    def _passes(self, setting: Setting) -> _Passes:
+        """Forward and backward, with what changes them by more than a factor."""
+        techniques = tuple(t for t in setting.techniques if t.changes_passes)
+        if techniques not in self._known_passes:
+            self._known_passes[techniques] = _Passes(self.context.within(techniques))
+        return self._known_passes[techniques]
 
     def update(self, setting: Setting) -> Update:
         """What is resident with a setting, and what the update takes."""
@@ -83,80 +96,126 @@ class DeviceEstimates:
     def _capture(self, plan: Plan, *, update: Collection[str] | None = None) -> Trace:
         """The passes of a planned step, or the update of some parameters (of none: of all)."""
         names = update or self.trained
+        inside = any(t.updates_in_backward for t in plan.techniques)
         return self.context.trace_step(
             plan,
-            optimizer=None if update is None else self.context.optimizer,
+            optimizer=None if update is None and not inside else self.context.optimizer,
             passes=update is None,
             trained={*names, *(f"{name}_values" for name in names)},  # of sparse ones
         )
 
+    @property
+    def _of_card(self) -> bool:
+        """Whether budgets are of what the allocator reserves."""
+        return self.context.device == "cuda" and self.context.reserved
+
+    def _resident_bytes(self, setting: Setting) -> int:
+        """There all the time."""
+        whole, now = self._update(()), self.update(setting)
+        fixed = self._passes(setting).fixed_bytes
+        return fixed - whole.model_bytes + now.model_bytes + now.state_bytes
+
+    def floor_bytes(self, setting: Setting) -> int:
+        """At the peak of the update, through which libraries keep their workspaces."""
+        now = self.update(setting)
+        return self._resident_bytes(setting) + now.gradient_bytes + now.passing_bytes
+
     def _conditions(self, setting: Setting) -> Conditions:
         whole, now = self._update(()), self.update(setting)
         number_type = setting.scales.number_type
-        resident = self._fixed_bytes - whole.model_bytes + now.model_bytes + now.state_bytes
+        floor = self.floor_bytes(setting)
+        if self._of_card and self.room_bytes is not None and floor <= self.room_bytes:
+            floor = 0  # it fits; less for the passes makes smaller gaps between what is reserved
         return Conditions(
             scales=setting.scales,
             gradients=now.gradient_bytes / max(whole.gradient_bytes, 1),
             gradient_bytes=now.gradient_bytes,
-            resident_bytes=resident,
-            # Libraries keep their workspaces through the update.
-            floor_bytes=resident + now.gradient_bytes + now.passing_bytes,
+            resident_bytes=self._resident_bytes(setting),
+            floor_bytes=floor,
             cost=lambda work: self._costs.seconds(work, number_type),
         )
 
-    def _seconds(self, setting: Setting, work: Work) -> float:
+    def _seconds(self, setting: Setting, work: Work, captured: bool | None = None) -> float:
         """Of a whole step whose passes over the minibatch take so much work."""
+        if captured is None:
+            captured = self._capturable(setting)
         now, by = self.update(setting), setting.scales
         again = (by.parts - 1) * (2 * now.model_bytes + 3 * now.gradient_bytes)
         passes = work.times(1, by.width, by.parts) + Work(0, again, 0)
-        step = self._costs.step_seconds(passes, by.number_type)
-        return step + self._costs.step_seconds(now.work)
+        step = self._costs.step_seconds(passes, by.number_type, captured=captured)
+        return step + self._costs.step_seconds(now.work, captured=captured)
+
+    def _capturable(self, setting: Setting) -> bool:
+        """On CUDA, whether the update can be part of a graph."""
+        if self.context.device != "cuda":
+            return False
+        known = any(t.updates_on_device for t in setting.techniques)
+        return known or self.context.trace.capturable
 
     # -- estimates -----------------------------------------------------------------------------
 
     def least_seconds(self, setting: Setting) -> float:
         """Nothing is recomputed."""
-        kept = None if self._scheduler is None else self._scheduler.kept
-        works = [self._passes, *([] if kept is None else [kept])]
+        passes = self._passes(setting)
+        kept = None if passes.scheduler is None else passes.scheduler.kept
+        works = [passes.work, *([] if kept is None else [kept])]
         return min(self._seconds(setting, work) for work in works)
 
     def least_bytes(self, setting: Setting) -> int:
         """What no schedule changes, and the largest block alone."""
-        at = self._conditions(setting)
-        return at.floor_bytes if self._scheduler is None else self._scheduler.least_bytes(at)
+        at, scheduler = self._conditions(setting), self._passes(setting).scheduler
+        return at.floor_bytes if scheduler is None else scheduler.least_bytes(at)
 
     def best(self, setting: Setting, room_bytes: int) -> Candidate | None:
         """The fastest that is estimated to fit."""
-        at = self._conditions(setting)
-        if self._scheduler is None:
-            found = next((s for s in self._unscheduled(at) if s.peak_bytes <= room_bytes), None)
+        at, passes = self._conditions(setting), self._passes(setting)
+        if passes.scheduler is None:
+            found = next((s for s in passes.unscheduled(at) if s.peak_bytes <= room_bytes), None)
         else:
-            found = self._scheduler.best(at, room_bytes)
+            found = passes.scheduler.best(at, room_bytes)
         return None if found is None else self._candidate(setting, found)
+
+    def tighter(self, candidate: Candidate, missing_bytes: int) -> Candidate | None:
+        """The fastest that is estimated to need so much less, by the same setting.
+
+        What is reserved does not follow the peak: gradients do not fit into the gaps that
+        activations leave. So it is activations that must become fewer.
+        """
+        scheduler = self._passes(candidate.setting).scheduler
+        if not self._of_card or scheduler is None:
+            return self.best(candidate.setting, candidate.peak_bytes - missing_bytes)
+        at = self._conditions(candidate.setting).of_activations
+        now = scheduler.peak_bytes(at, candidate.scheduled)
+        found = scheduler.best(at, now - missing_bytes)
+        return None if found is None else self._candidate(candidate.setting, found)
+
+    def least(self, setting: Setting) -> Candidate | None:
+        """The one of least memory."""
+        scheduler = self._passes(setting).scheduler
+        if not self._of_card or scheduler is None:
+            return next(iter(self.front(setting)), None)
+        found = scheduler.front(self._conditions(setting).of_activations)
+        return self._candidate(setting, found[0]) if found else None
 
     def around(self, candidate: Candidate) -> list[Candidate]:
         """The fastest for somewhat less and somewhat more memory, by the same setting."""
-        if self._scheduler is None:
+        scheduler = self._passes(candidate.setting).scheduler
+        if scheduler is None:
             return [candidate]
         at = self._conditions(candidate.setting)
-        found = self._scheduler.around(at, candidate.peak_bytes)
+        found = scheduler.around(at, candidate.peak_bytes)
         return [self._candidate(candidate.setting, one) for one in found]
 
     def front(self, setting: Setting) -> list[Candidate]:
         """Every schedule worth having."""
-        at = self._conditions(setting)
-        found = self._unscheduled(at) if self._scheduler is None else self._scheduler.front(at)
+        at, passes = self._conditions(setting), self._passes(setting)
+        scheduler = passes.scheduler
+        found = passes.unscheduled(at) if scheduler is None else scheduler.front(at)
         return [self._candidate(setting, one) for one in found]
 
-    def _unscheduled(self, at: Conditions) -> list[Scheduled]:
-        """The passes as they are, scaled."""
-        passes = int(device_timeline(self.context.trace).totals.max(initial=0)) - self._fixed_bytes
-        peak = at.resident_bytes + int(passes * at.scales.share * at.scales.width)
-        return [Scheduled(None, max(peak, at.floor_bytes), self._passes)]
-
     def _candidate(self, setting: Setting, found: Scheduled) -> Candidate:
-        seconds, flops = self._seconds(setting, found.work), int(found.work.flops)
-        return Candidate(setting, found.technique, found.peak_bytes, seconds, flops)
+        seconds = self._seconds(setting, found.work)
+        return Candidate(setting, found.technique, found.peak_bytes, seconds, found.work)
 
     # -- predictions ---------------------------------------------------------------------------
 
@@ -169,16 +228,71 @@ class DeviceEstimates:
                 f"left out, {candidate.plan.short()}: {error}", RuntimeWarning, stacklevel=2
             )
             return None
-        return self._predicted(candidate.setting, trace, candidate.seconds, candidate.flops)
+        return self._predicted(candidate.setting, trace, candidate.work, candidate.plan)
 
-    def _predicted(self, setting: Setting, trace: Trace, seconds: float, flops: int) -> Prediction:
+    def _predicted(
+        self, setting: Setting, trace: Trace, work: Work, plan: Plan = _PLAIN
+    ) -> Prediction:
         totals = device_timeline(trace).totals
         passes, state = int(totals.max(initial=0)), self.update(setting).state_bytes
-        peak = max(passes + state, self._conditions(setting).floor_bytes)
+        if any(t.updates_in_backward for t in setting.techniques):
+            state = 0  # it is in the trace
         device = self.context.device
+        peak = max(passes + state, self.floor_bytes(setting))
         scratch = scratch_above(trace, totals) if device == "cpu" else 0
+        scratch += sum(technique.untraced_bytes(device) for technique in plan.techniques)
         above = max(passes + state + scratch - peak, 0)
-        return Prediction(peak, "device", device, seconds, flops, self._costs.source, above)
+        taken, captured = 0, self._capturable(setting)
+        if self._of_card:
+            card = reserved(
+                trace, self._state_sizes(setting, trace), self.update(setting).passing_bytes,
+                state_first=any(t.state_first for t in setting.techniques),
+                rest=self._rest(setting), limit_bytes=self.room_bytes,
+            )  # fmt: skip
+            taken = card.eager_bytes
+            room = self.room_bytes
+            if captured and room is not None and card.captured_bytes <= room:
+                taken = card.captured_bytes
+            else:
+                captured = False
+        seconds = self._seconds(setting, work, captured)
+        return Prediction(
+            peak, "device", device, seconds, int(work.flops), self._costs.source, above, taken,
+            captured,
+        )  # fmt: skip
+
+    def _rest(self, setting: Setting) -> float:
+        """How large the last part of the minibatch is, where it is smaller than the others."""
+        size, examples = setting.plan().examples_at_once(self.context.batch), self.context.examples
+        return 0.0 if size is None or examples is None else examples % size / size
+
+    def _state_sizes(self, setting: Setting, trace: Trace) -> list[int]:
+        """Of the tensors that the update keeps: a few for each gradient, of its size."""
+        update = self.update(setting)
+        if not update.state_bytes:
+            return []
+        each = update.state_bytes / max(update.gradient_bytes, 1)
+        count = max(round(each), 1)
+        gradients = [s.nbytes for s in trace.storages if s.role is Role.GRADIENT]
+        share = update.state_bytes / count / max(sum(gradients), 1)
+        return [int(nbytes * share) for nbytes in gradients for _ in range(count)]
+
+
+class _Passes:
+    """Forward and backward of one step: what they hold and take, and who schedules them."""
+
+    def __init__(self, context: Context) -> None:
+        found = (kind.scheduler(context) for kind in registered().values())
+        self.scheduler: Scheduler | None = next((s for s in found if s is not None), None)
+        self._trace = context.trace
+        self.work: Work = work_of_passes(context.trace)
+        self.fixed_bytes: int = resident_bytes(device_timeline(context.trace))
+
+    def unscheduled(self, at: Conditions) -> list[Scheduled]:
+        """The passes as they are, scaled."""
+        passes = int(device_timeline(self._trace).totals.max(initial=0)) - self.fixed_bytes
+        peak = at.resident_bytes + int(passes * at.scales.share * at.scales.width)
+        return [Scheduled(None, max(peak, at.floor_bytes), self.work)]
 
 
 class _Known:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -20,7 +20,8 @@ from ..torch_private.fake_tensors import FakeTensorMode
 from ..trace.capture import Loss, check_trainable
 from ..trace.fakes import check_optimizer, fake_batch, fake_model, make_optimizer
 from ..units import format_size, parse_size
-from .planner import Planner
+from .by_running import plan_by_running, untraced
+from .planner import MARGIN, Planner
 from .result import BudgetPlan
 from .settings import Setting
 
@@ -38,13 +39,15 @@ def fit(
     budget: str | int,
     allow: str | Iterable[str] | None = None,
     enforce: bool = False,
+    budget_of: Literal["reserved", "allocated"] = "reserved",
     clip: float | Clip | None = None,
 ) -> Step:
     """Make a training step that stays within the budget: `plan`, `apply`, and again if need be.
 
     When a step needs more than the budget, or the device runs out of memory, it says so with
     numbers (BudgetWarning), takes the failed step back (weights, buffers and random streams are as
-    before), and goes on by a tighter plan: no minibatch is lost.
+    before), and goes on by a tighter plan: no minibatch is lost. For a model that cannot be traced
+    the plan is found by running it, and there is no tighter one.
 
     Args:
         model: Changed in place.
@@ -54,6 +57,7 @@ def fit(
         budget: Bytes, or text such as "8 GB".
         allow: As for `plan`.
         enforce: CUDA's allocator gives out no more than the budget.
+        budget_of: As for `plan`.
         clip: As for `apply`.
 
     Returns:
@@ -72,7 +76,7 @@ def fit(
     budget_bytes = parse_size(budget)
     step = fitted(
         model, batch, loss=loss, optimizer=optimizer, budget_bytes=budget_bytes, allow=allow,
-        made=lambda plan: apply(plan, model, optimizer, loss=loss, clip=clip),
+        budget_of=budget_of, made=lambda plan: apply(plan, model, optimizer, loss=loss, clip=clip),
     )  # fmt: skip
     if enforce:
         _enforce(device, budget_bytes)
@@ -88,6 +92,7 @@ def fitted(
     budget_bytes: int,
     allow: str | Iterable[str] | None,
     made: Callable[[BudgetPlan], Step],
+    budget_of: str = "reserved",
     held_bytes: int = 0,
 ) -> Step:
     """Plan, have the step `made` from the plan, and watch it; see `fit`.
@@ -104,6 +109,7 @@ def fitted(
     def planner_for(batch: Any) -> Planner:
         given: dict[str, Any] = {
             "loss": loss, "allow": allow, "device": device.type, "split": split,
+            "budget_of": budget_of,
         }  # fmt: skip
         updates = make_optimizer(optimizer, twin, mapping)
         try:
@@ -113,7 +119,17 @@ def fitted(
                 raise
         return Planner(model, batch, optimizer=optimizer, **given)  # its values are needed
 
-    tighter = _Tighter(planner_for, batch, budget_bytes, held_bytes)
+    try:
+        tighter = _Tighter(planner_for, batch, budget_bytes, held_bytes)
+    except Exception as error:
+        because = untraced(error)
+        if because is None:
+            raise
+        found = plan_by_running(
+            model, batch, loss=loss, optimizer=optimizer, budget_bytes=budget_bytes - held_bytes,
+            margin=MARGIN[device.type], allow=allow, because=because,
+        )  # fmt: skip
+        return made(found)
     step = made(tighter.first)
     assert isinstance(step.plan, BudgetPlan)
     step._hold = Hold(step, step.plan, tighter)

@@ -52,6 +52,8 @@ class FundamentalEstimates:
 
     def __init__(self, context: Context, trace_of: Callable[[Any], Trace]) -> None:
         self.context, self._trace_of = context, trace_of
+        self.room_bytes: int | None = None
+        self.passes = Work()
         self._traces: dict[int | None, Trace] = {}
         self._residents: dict[Techniques, int] = {}
         self._counts: dict[tuple[Technique | None, Techniques], _Counted] = {}
@@ -70,7 +72,7 @@ class FundamentalEstimates:
     @cached_property
     def plain(self) -> Prediction:
         """The step without a plan."""
-        return self.predict(Candidate(Setting(), None, 0, 0.0, 0))
+        return self.predict(Candidate(Setting(), None, 0, 0.0, Work()))
 
     @cached_property
     def _ways(self) -> list[Technique | None]:
@@ -129,8 +131,16 @@ class FundamentalEstimates:
             counted = self._count(way, others)
             work = Work(counted.flops, 0, counted.launches * by.parts)
             peak = self._resident(others) + int(counted.activation_bytes * by.share)
-            made.append(Candidate(setting, way, peak, IDEAL.seconds(work), int(counted.flops)))
+            made.append(Candidate(setting, way, peak, IDEAL.seconds(work), work))
         return made
+
+    def tighter(self, candidate: Candidate, missing_bytes: int) -> Candidate | None:
+        """The fastest that needs so much less, by the same setting."""
+        return self.best(candidate.setting, candidate.peak_bytes - missing_bytes)
+
+    def least(self, setting: Setting) -> Candidate | None:
+        """The one of least memory."""
+        return next(iter(self.front(setting)), None)
 
     def around(self, candidate: Candidate) -> list[Candidate]:
         """All ways by the same setting."""

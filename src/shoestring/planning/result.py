@@ -51,6 +51,8 @@ class BudgetPlan(Plan):
     """The plan of least predicted time whose predicted peak and a margin stay within a budget."""
 
     budget_bytes: int = field()  # type: ignore[misc]
+    budget_of: str = "reserved"
+    """On CUDA: what the allocator takes from the card, or what is "allocated" of that."""
     margin: float
     """Fraction of the budget left free for what the prediction may miss."""
     predicted: Prediction
@@ -61,6 +63,9 @@ class BudgetPlan(Plan):
     """From the least memory to the least time."""
     rates: Mapping[str, Any] = field(default_factory=dict)
     """How fast the device was taken to be: the same rates give the same plan."""
+    by_running: str = ""
+    """Why the model cannot be traced, where the plan was run and measured instead: `predicted` and
+    `plain` are then what steps took."""
 
     @property
     def plan(self) -> Plan:
@@ -86,36 +91,48 @@ class BudgetPlan(Plan):
             "plan": self.to_dict(),
             "kind": self.kind,
             "budget_bytes": self.budget_bytes,
+            "budget_of": self.budget_of,
             "margin": self.margin,
             "predicted": self.predicted.as_dict(),
             "plain": self.plain.as_dict(),
             "choices": [vars(choice) for choice in self.choices],
             "front": [point.as_dict() for point in self.front],
             "rates": dict(self.rates),
+            "by_running": self.by_running,
         }
 
     def _summary(self) -> list[str]:
         predicted, plain = self.predicted, self.plain
+        if self.by_running:
+            return [
+                f"{self.kind}, for {format_size(self.budget_bytes)}: measured "
+                f"{format_size(predicted.peak_bytes)}{_scratch(predicted)} on {predicted.device}, "
+                f"plain {format_size(plain.peak_bytes)}",
+                f"found by running steps: {self.by_running}",
+            ]
         seconds, flops = _number(predicted.seconds), _number(predicted.flops)
         of = "" if predicted.accounting == "fundamental" else f" on {predicted.device}"
         return [
             f"{self.kind}, for {format_size(self.budget_bytes)}: "
             f"predicted {format_size(predicted.peak_bytes)}{_scratch(predicted)} "
-            f"({predicted.accounting} accounting{of}, {100 * self.margin:g}% left free), "
+            f"({predicted.accounting} accounting{of}, {100 * self.margin:.2g}% left free), "
             f"plain {format_size(plain.peak_bytes)}",
             f"step {format_seconds(seconds)}, {_times(seconds, plain.seconds)} "
             f"plain; {format_flops(int(flops))}, {_times(flops, plain.flops)} plain "
-            f"(time by costs {predicted.costs})",
+            f"(time by costs {predicted.costs}{', as one CUDA graph' * predicted.captured})",
         ]
 
     def __str__(self) -> str:
-        first = f"{self.short()}: {format_size(self.predicted.peak_bytes)}, "
-        first += f"{_times(_number(self.predicted.flops), self.plain.flops)} FLOPs"
+        first = f"{self.short()}: {format_size(self.predicted.peak_bytes)}"
+        if not self.by_running:
+            first += f", {_times(_number(self.predicted.flops), self.plain.flops)} FLOPs"
         rows = [(c.part, c.setting, c.kind, c.why) for c in self.choices]
         return "\n".join([first, *self._summary(), *_table(rows)])
 
 
 def _scratch(predicted: Prediction) -> str:
+    if predicted.reserved_bytes:
+        return f", {format_size(predicted.reserved_bytes)} reserved"
     nbytes = predicted.scratch_bytes
     return f" and {format_size(nbytes)} scratch of kernels" if nbytes else ""
 

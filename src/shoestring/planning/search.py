@@ -3,7 +3,7 @@
 Settings are tried from the least lossy on. Among equally lossy ones the order is best first: each
 stands in the queue with the least time it could take, then with the time of its best schedule, and
 what comes out of the queue with a schedule is predicted by its own step. Where that is more than
-the chain of blocks said, the schedule is sought again with so much less room.
+the limit, a schedule is sought that takes so much less.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from typing import Protocol
 
 from ..errors import BudgetError
 from ..memory.prediction import Prediction
+from ..memory.work import Work
 from ..techniques.base import Technique
 from ..techniques.claims import Circumstances
 from ..techniques.plan import Plan
 from ..units import format_size
+from .margin import Margin
 from .result import FrontPoint
 from .settings import Setting
 
@@ -40,7 +42,8 @@ class Candidate:
     """What the scheduler found for the room it had."""
     peak_bytes: int
     seconds: float
-    flops: int
+    work: Work
+    """Of the passes."""
 
     @property
     def plan(self) -> Plan:
@@ -61,6 +64,14 @@ class Estimates(Protocol):
 
     def best(self, setting: Setting, room_bytes: int) -> Candidate | None:
         """The fastest that is estimated to fit."""
+        ...
+
+    def tighter(self, candidate: Candidate, missing_bytes: int) -> Candidate | None:
+        """The fastest that is estimated to need so much less, by the same setting."""
+        ...
+
+    def least(self, setting: Setting) -> Candidate | None:
+        """The one of least memory."""
         ...
 
     def front(self, setting: Setting) -> list[Candidate]:
@@ -89,19 +100,20 @@ def search(
 ) -> Found | None:
     """The least lossy setting that fits, with the best schedule that was found for it."""
     for _, alike in groupby(settings, key=lambda s: s.rank(at)):
-        queue: list[tuple[float, int, Setting, Candidate | None, int, int]] = []
+        queue: list[tuple[float, int, Setting, Candidate | None, Candidate | None, int, int]] = []
         for number, setting in enumerate(alike):
             least = estimates.least_seconds(setting)
-            heapq.heappush(queue, (least, number, setting, None, limit_bytes, TRIES))
+            heapq.heappush(queue, (least, number, setting, None, None, 0, TRIES))
         while queue:
-            _, number, setting, candidate, room, tries = heapq.heappop(queue)
+            _, number, setting, candidate, last, missing, tries = heapq.heappop(queue)
             if candidate is None:
-                if estimates.least_bytes(setting) > room or not tries:
-                    continue
-                candidate = estimates.best(setting, room)
+                if last is None and estimates.least_bytes(setting) <= limit_bytes:
+                    candidate = estimates.best(setting, limit_bytes)
+                elif last is not None and tries:
+                    candidate = estimates.tighter(last, missing)
                 if candidate is not None:
-                    entry = (candidate.seconds, number, setting, candidate, room, tries)
-                    heapq.heappush(queue, entry)
+                    found = (candidate.seconds, number, setting, candidate, None, 0, tries)
+                    heapq.heappush(queue, found)
                 continue
             predicted = estimates.predict(candidate)
             if predicted is None:
@@ -109,8 +121,8 @@ def search(
             if predicted.needed_bytes <= limit_bytes:
                 return Found(candidate, predicted)
             missing = max(predicted.needed_bytes - limit_bytes, limit_bytes // 1000)
-            room = min(room, candidate.peak_bytes) - missing
-            heapq.heappush(queue, (candidate.seconds, number, setting, None, room, tries - 1))
+            again = (candidate.seconds, number, setting, None, candidate, missing, tries - 1)
+            heapq.heappush(queue, again)
     return None
 
 
@@ -129,19 +141,19 @@ def smallest(estimates: Estimates, settings: Sequence[Setting]) -> Found | None:
         known = None if best is None else best.predicted.needed_bytes
         if known is not None and estimates.least_bytes(setting) >= known:
             break
-        candidates = estimates.front(setting)
-        if not candidates or (known is not None and candidates[0].peak_bytes >= known):
+        least = estimates.least(setting)
+        if least is None or (known is not None and least.peak_bytes >= known):
             continue
-        predicted = estimates.predict(candidates[0])
+        predicted = estimates.predict(least)
         tried += predicted is not None
         if predicted is not None and (known is None or predicted.needed_bytes < known):
-            best = Found(candidates[0], predicted)
+            best = Found(least, predicted)
     return best
 
 
 def budget_error(
     budget_bytes: int,
-    margin: float,
+    margin: Margin,
     least: Found | None,
     hints: Sequence[tuple[str, int]],
     *,
@@ -158,26 +170,15 @@ def budget_error(
         hint += "; microbatches need a batch whose tensors share their first dimension"
     if why:
         hint += f"; microbatches are left out: {why}"
-    if why:
-        hint += f"; microbatches are left out: {why}"
     if least is None:
         return BudgetError(f"no plan fits {format_size(budget_bytes)}", hint=hint)
-    needed = budget_for(least.predicted.needed_bytes, margin)
+    needed = margin.budget_for(least.predicted.needed_bytes)
     return BudgetError(
         f"no plan fits {format_size(budget_bytes)}; the smallest found is {_at_least(needed)} "
         f"({least.candidate.plan.short()})",
         hint=hint,
         smallest_bytes=needed,
     )
-
-
-def budget_for(peak_bytes: int, margin: float) -> int:
-    """The budget that a predicted peak needs; a little more where predictions may differ by it."""
-    return int(peak_bytes * (_REPEATS if margin else 1) / (1 - margin)) + 1
-
-
-_REPEATS = 1.003
-"""Small steps are not predicted to the byte: some 256 come and go with caches in PyTorch."""
 
 
 def _at_least(nbytes: int) -> str:

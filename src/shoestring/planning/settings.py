@@ -11,7 +11,7 @@ from itertools import product
 from ..techniques.base import Technique
 from ..techniques.claims import Circumstances, Level
 from ..techniques.offers import Offer, Scales
-from ..techniques.plan import Plan
+from ..techniques.plan import Plan, refusal
 from .allow import Allowed
 
 
@@ -53,6 +53,19 @@ def settings(
     offers: Sequence[Sequence[Offer]], allowed: Allowed, at: Circumstances
 ) -> list[Setting]:
     """Every combination that is allowed, the closest to plain training first."""
-    ladders = [[None, *(o for o in ladder if allowed.permits(o, at))] for ladder in offers]
-    found = [Setting(tuple(o for o in chosen if o is not None)) for chosen in product(*ladders)]
-    return sorted(found, key=lambda s: s.rank(at))
+    ladders: list[list[Offer | None]] = []
+    for ladder in offers:
+        some = [offer for offer in ladder if allowed.permits(offer, at)]
+        ladders.append([*some] if any(o.dominates for o in some) else [None, *some])
+    found = [Setting(_without_idle(chosen)) for chosen in product(*ladders)]
+    together = [setting for setting in found if refusal(setting.techniques) is None]
+    return sorted(together, key=lambda s: s.rank(at))
+
+
+def _without_idle(chosen: Iterable[Offer | None]) -> tuple[Offer, ...]:
+    """Without an update that another technique's takes the place of."""
+    made = [offer for offer in chosen if offer is not None]
+    replaced = any(o.technique.updates_on_device and not o.dominates for o in made)
+    return tuple(
+        o for o in made if not (replaced and o.dominates and o.technique.updates_on_device)
+    )

@@ -7,6 +7,7 @@ stays in a pool that the graphs of all shapes share, and counts as the step's pe
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
@@ -32,22 +33,27 @@ PATIENCE = 3
 """Graphs in a row that were dropped before their second replay, until no more are captured."""
 
 
-def can_capture(setup: Setup) -> bool:
-    """Whether the step is on CUDA, and such that it can be a graph there."""
+def why_not(setup: Setup) -> str | None:
+    """Why the step cannot be a CUDA graph, as far as is known before it runs; None if it can."""
     first = next(setup.model.parameters())
-    on_cuda = first.device.type == "cuda" and not is_fake(first)
-    return on_cuda and is_capturable(setup)
+    if first.device.type != "cuda" or is_fake(first):
+        return "the model is not on CUDA"
+    return not_capturable(setup)
 
 
-def is_capturable(setup: Setup) -> bool:
-    """Whether the update stays on the device, and random numbers come from PyTorch's generator."""
+def not_capturable(setup: Setup) -> str | None:
+    """What keeps a step on CUDA from being a graph.
+
+    The update must stay on the device, and random numbers come from PyTorch's generator.
+    """
     if any(isinstance(m, nn.RNNBase) and m.dropout > 0 for m in setup.model.modules()):
-        return False  # cuDNN draws from a state of its own
-    return (
-        setup.update_on_device
-        or type(setup.optimizer) is torch.optim.SGD
-        or all(group.get("capturable") for group in setup.optimizer.param_groups)
-    )
+        return "cuDNN draws the dropout of recurrent layers from a state of its own"
+    if setup.update_on_device or type(setup.optimizer) is torch.optim.SGD:
+        return None
+    if all(group.get("capturable") for group in setup.optimizer.param_groups):
+        return None
+    name = type(setup.optimizer).__name__
+    return f"{name} counts its steps on the host: add FusedUpdate, or make it capturable"
 
 
 class GraphRunner:
@@ -72,6 +78,8 @@ class GraphRunner:
         self._wasted = 0
         self._captures = 0
         self.enabled = True
+        self.refused: str | None = None
+        """Why there is no graph, once a capture failed."""
 
     def __call__(self, batch: Any) -> torch.Tensor:
         """One step on the GPU."""
@@ -97,6 +105,17 @@ class GraphRunner:
     def captured(self) -> bool:
         """Whether there is a graph to replay."""
         return bool(self._graphs)
+
+    @property
+    def why_not(self) -> str | None:
+        """Why steps run eagerly; None where they are replayed."""
+        if self.captured:
+            return None
+        if _hooked(self._setup.optimizer):
+            return "the optimizer has hooks, which a graph would not call"
+        if self.refused is None and self.enabled:
+            return "it is captured when a batch of the same shapes comes again"
+        return self.refused or "shapes change so often that graphs were never used again"
 
     @property
     def peak_bytes(self) -> int:
@@ -142,6 +161,7 @@ class GraphRunner:
     def _capture(self, batch: Any, shapes: Any) -> CapturedStep | None:
         """The step as a graph; if it cannot be one, a warning, and all is as it was."""
         device = next(self._setup.model.parameters()).device
+        graph: CapturedStep | None
         host = HostState(self._setup, self._modules)
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
@@ -162,8 +182,15 @@ class GraphRunner:
             host.restore()
             self.drop()
             self.enabled = False
+            self.refused = str(error).splitlines()[0]
+            graph = None
+        if graph is None:
+            # Only now: the error's traceback held the tensors of the capture, and nodes of autograd
+            # that accumulate on its stream.
+            gc.collect()
+            torch.cuda.empty_cache()
             warnings.warn(
-                f"the step is not captured as a CUDA graph: {str(error).splitlines()[0]}",
+                f"the step is not captured as a CUDA graph: {self.refused}",
                 RuntimeWarning,
                 stacklevel=5,
             )

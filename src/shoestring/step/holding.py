@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import gc
 import warnings
+import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..errors import BudgetError, BudgetWarning
 from ..techniques.plan import Plan
+from ..torch_private.cuda_memory import at_most, expand_segments
 from ..trace.batches import tensors_of
 from ..trace.streams import kept_streams
 from ..units import format_size, plural
@@ -28,9 +31,9 @@ Tighten = Callable[["Step", Any, int | None], None]
 class Hold:
     """Runs the steps of a plan for a budget and compares what they need with it.
 
-    On CUDA the allocator's peak is read after every step. On the CPU storages are followed in the
-    second step of every kind (shapes, with an update or without) once there is optimizer state; the
-    others run as they are.
+    On CUDA the allocator is held to the budget while a step runs: it gives idle memory back rather
+    than take more from the card. On the CPU storages are followed in the second step of every kind
+    (shapes, with an update or without) once there is optimizer state; the others run as they are.
     """
 
     def __init__(self, step: Step, plan: Plan, tighten: Tighten | None = None) -> None:
@@ -43,13 +46,21 @@ class Hold:
         self._moving: set[str] | None = None
         """Buffers that a step writes to, known after the first."""
         self._first: dict[str, torch.Tensor] = {}
+        self._device = next(step.model.parameters()).device
+        self._of_card = plan.budget_of == "reserved"
+        self._limited = self._device.type == "cuda" and self._of_card
+        self.running = False
+        if self._limited:
+            expand_segments()
+            torch.cuda.empty_cache()
+            step.model.register_forward_pre_hook(_GivesWay(self))
 
     def __call__(self, batch: Any, update: bool = True) -> torch.Tensor:
         """One step; where the device runs out of memory, as if it had not begun.
 
         Gradients of batches before it cannot be told from its own, and are lost with it.
         """
-        for _ in range(RETRIES):
+        for number in range(RETRIES):
             undo = self._undo()
             waiting = self._step.accumulated
             try:
@@ -66,6 +77,12 @@ class Hold:
                 before = plural(waiting, "batch", "batches")
                 message += f"; accumulated gradients of {before} before it are lost"
                 raise BudgetError(message, hint=f"{_HINT}; then run those batches again")
+            if self._limited and number == 0:
+                continue  # with an empty cache less lies between blocks that are used
+            if self._tighten is None and self._limited:
+                self._limited = False
+                warnings.warn(f"{message}; it goes on with more", BudgetWarning, stacklevel=3)
+                continue
             if self._tighten is None:
                 raise BudgetError(message, hint=_HINT)
             warnings.warn(message, BudgetWarning, stacklevel=3)
@@ -89,16 +106,25 @@ class Hold:
 
     def _run(self, batch: Any, update: bool) -> tuple[torch.Tensor, int | None]:
         step = self._step
-        if next(step.model.parameters()).device.type == "cuda":
-            before = torch.cuda.max_memory_allocated()
+        if self._device.type == "cuda":
+            most = (
+                torch.cuda.max_memory_reserved if self._of_card else torch.cuda.max_memory_allocated
+            )
+            before = most()
             if before > self._budget_bytes:  # of something else, and it would hide this step
                 torch.cuda.reset_peak_memory_stats()
                 before = 0
-            loss = step._run(batch, update)
+            held = at_most(self._budget_bytes, self._device) if self._limited else nullcontext()
+            self.running = True
+            try:
+                with held:
+                    loss = step._run(batch, update)
+            finally:
+                self.running = False
             if step.captured and step.captured_peak_bytes > self._budget_bytes:
                 self._run_eagerly()
                 return loss, None
-            reached = torch.cuda.max_memory_allocated()
+            reached = most()
             return loss, reached if reached > before else None
         kind = shapes_of(batch), update, bool(step.accumulated)
         self._seen[kind] = self._seen.get(kind, 0) + 1
@@ -118,9 +144,16 @@ class Hold:
             BudgetWarning,
             stacklevel=5,
         )
-        self._step.use_graph(False)
+        self._step.use_graph(False, "captured, the step needs more than its budget")
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
+
+    def give_way(self) -> None:
+        """Drop the captured step; it is captured again when the next one comes."""
+        if self._step.captured:
+            assert self._step._graph is not None
+            self._step._graph.drop()
+            torch.cuda.empty_cache()
 
     def _undo(self) -> Callable[[], bool]:
         """What takes the step back: streams and buffers; False if weights have moved already."""
@@ -177,6 +210,35 @@ class Hold:
             except BudgetError as error:  # the step is done, and others may need less
                 message += f"; {error.message}"
         warnings.warn(message, BudgetWarning, stacklevel=5)
+
+
+class _GivesWay:
+    """Called when the model runs: an evaluation between two steps gets the memory of the graph.
+
+    The pool of a captured step is its own, so what runs beside it would come on top.
+    """
+
+    def __init__(self, hold: Hold) -> None:
+        self._hold = weakref.ref(hold)
+
+    def __call__(self, *_: Any) -> None:
+        hold = self._hold()
+        if hold is not None and not hold.running:
+            hold.give_way()
+
+    def __deepcopy__(self, memo: Any) -> _GivesWay:
+        return self
+
+    def __reduce__(self) -> Any:
+        return _nobody_made, ()
+
+
+def _nobody(*_: Any) -> None:
+    """What is left of it in a saved model."""
+
+
+def _nobody_made() -> Callable[..., None]:
+    return _nobody
 
 
 def shapes_of(batch: Any) -> tuple[torch.Size, ...]:

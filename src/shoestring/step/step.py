@@ -20,7 +20,7 @@ from ..trace.fakes import is_fake
 from ..trace.graph import Phase
 from ..units import plural
 from .clipping import Clip, clip_gradients
-from .graph import GraphRunner, can_capture, on_device
+from .graph import GraphRunner, on_device, why_not
 from .holding import Hold
 from .setting_up import Base, prepare, revisable, transform
 
@@ -54,7 +54,7 @@ class Step:
         """What `revise` goes back to."""
 
     def _runner(self) -> GraphRunner | None:
-        if not can_capture(self._setup):
+        if why_not(self._setup) is not None:
             return None
         return GraphRunner(self._setup, self._compute, in_place=self._in_place)
 
@@ -161,25 +161,17 @@ class Step:
 
     @property
     def why_not_captured(self) -> str | None:
-        """Why the step does not run as a CUDA graph now; None where it does."""
+        """Why the step does not run as one CUDA graph now; None where it does."""
         if self.accumulated:
             return "gradients of several batches are accumulated"
-        if self.captured:
-            return None
-        first = next(self.model.parameters())
-        if first.device.type != "cuda" or is_fake(first):
-            return "the model is not on a GPU"
-        if self._graph is None:
-            return "the update reads numbers on the host: AdamW takes capturable=True"
-        if not self._graph.enabled:
-            return "it was switched off, or capturing it failed with a warning"
-        return "its shapes have not come twice"
+        return why_not(self._setup) if self._graph is None else self._graph.why_not
 
-    def use_graph(self, wanted: bool) -> None:
+    def use_graph(self, wanted: bool, why: str = "use_graph(False) was called") -> None:
         """On CUDA: capture the step where its shapes allow it (the default), or run it eagerly."""
         if self._graph is not None:
             self._graph.drop()
             self._graph.enabled = wanted
+            self._graph.refused = None if wanted else why
 
     def expect_in_place(self) -> None:
         """Every batch will be written over the last one: no captured step copies it."""
@@ -244,6 +236,14 @@ class Step:
         """What the loss is multiplied by before the backward pass; None without a scale."""
         scaling = self._setup.loss_scale
         return None if scaling is None else scaling.scale
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """What techniques counted since the first update, by name; waits for the device."""
+        made: dict[str, int] = {}
+        for item in self._setup.state.values():
+            made |= getattr(item, "counts", dict)()
+        return made
 
     @property
     def captured_peak_bytes(self) -> int:
@@ -402,6 +402,8 @@ def apply_alone(
     step._base = base
     if chosen.budget_bytes is not None:
         step._hold = Hold(step, chosen)
+        if not chosen.predicted.captured:
+            step.use_graph(False, "the plan is for eager steps, for which alone there was room")
     return step
 
 

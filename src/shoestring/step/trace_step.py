@@ -36,7 +36,7 @@ from ..trace.recorder import Recorder
 from ..trace.split import cut, examples_of
 from ..trace.untouched import nothing_changes
 from ..trace.values import forget_varied
-from .graph import is_capturable
+from .graph import not_capturable
 from .step import Step, apply_alone
 
 
@@ -134,8 +134,6 @@ class _Request:
             data = fake_batch(batch, mode)
             updates = make_optimizer(optimizer or "sgd-plain", twin, mapping)
             assert updates is not None
-            if device == "cuda":
-                default_to_foreach(updates)
             recorder, outside = Recorder(), Outside(mode, answers=answers)
             asked = nullcontext() if answers is None else answers.following(twin)
             kernels: AbstractContextManager[Any] = (
@@ -143,6 +141,8 @@ class _Request:
             )
             with named_failures(recorder), asked, mode, outside, kernels:
                 step = apply_alone(Plan.of(plan), twin, updates, loss=loss)
+                if device == "cuda":
+                    default_to_foreach(updates)
                 capturable = self._becomes_a_graph(step._setup)
                 if capturable and captured:
                     outside.stop_asking()
@@ -152,12 +152,17 @@ class _Request:
                         # The third part meets all of them.
                         data = cut(data, 0, min(3 * size, examples_of(data) or size))
                     else:
-                        data = cut(data, 0, size)
-                        if passes:  # gradients as they are: one may be a part of a larger tensor
+                        later = step._setup.updates_in_backward  # the second part updates
+                        data = cut(data, 0, 2 * size if later else size)
+                        if (
+                            passes and not later
+                        ):  # gradients as they are: one may be a part of a larger tensor
                             step._setup.backward(step._setup.run(data))
                 elif passes and step._setup.first_run_differs:
                     for part, _ in step._setup.split(data):
                         step._setup.run(part)
+                if passes and step._setup.updates_in_backward:
+                    step._compute(data)  # makes the optimizer's state
                 if not passes:
                     _leave_gradients(step, self.trained)
                 if self.watch is not None:
@@ -168,13 +173,17 @@ class _Request:
                 ):  # not following functions: techniques have hooks
                     recorded = _record(recorder, step, data, passes, update=optimizer is not None)
         made = freeze(recorder, twin, updates, recorded, device)
-        return made, capturable and outside.was_asked
+        return replace(made, capturable=capturable), capturable and outside.was_asked
 
     def _becomes_a_graph(self, setup: Setup) -> bool:
         """On CUDA, by the optimizer that really trains."""
-        if self.trained_by is not None and not setup.update_on_device:
-            setup = replace(setup, optimizer=self.trained_by)
-        return self.device == "cuda" and is_capturable(setup)
+        if self.device != "cuda":
+            return False
+        own = any(technique.updates_on_device for technique in self.plan.techniques)
+        optimizer = self.trained_by or setup.optimizer
+        on_device = own or setup.update_on_device
+        setup = replace(setup, optimizer=optimizer, update_on_device=on_device)
+        return not_capturable(setup) is None
 
 
 @contextmanager
@@ -218,6 +227,8 @@ def _record(
         record = recorder.resident(tensor)
         if record is not None:
             made.inputs.append(record)
+    if setup.updates_in_backward and update:
+        made.note_state(recorder, step.optimizer, named)
     recorder.recording = True
     before = [held_by(module) for module in step.model.modules()]
 
@@ -232,7 +243,7 @@ def _record(
 
     def updates() -> None:  # the first makes the state, the second is the steady one
         recorder.recording = False
-        if not update:
+        if not update or (setup.updates_in_backward and passes):
             return
         plain_update()
         made.note_state(recorder, step.optimizer, named)

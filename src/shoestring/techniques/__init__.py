@@ -2,14 +2,22 @@
 
 from .base import Technique
 from .checkpointing import Checkpointing
+from .chunked_loss import ChunkedLoss
+from .fused_update import FusedUpdate
+from .gradient_release import GradientRelease
 from .microbatching import Microbatching
+from .optimizer_state import OptimizerState
 from .precision import Precision
 from .registry import register, registered
 from .sparsity import Sparsity
 
 __all__ = [
     "Checkpointing",
+    "ChunkedLoss",
+    "FusedUpdate",
+    "GradientRelease",
     "Microbatching",
+    "OptimizerState",
     "Precision",
     "Sparsity",
     "Technique",

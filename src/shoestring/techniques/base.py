@@ -63,8 +63,18 @@ class LossScaling(Protocol):
     """What multiplies the loss before the backward pass."""
 
     scale: torch.Tensor
+    found_inf: torch.Tensor
+    """One where a gradient of this update overflowed: it is skipped on the device."""
     agree: Callable[[torch.Tensor], object]
     """Called with `found_inf`: ranks that hold different gradients skip together."""
+
+    def look_for_overflow(self, gradients: list[torch.Tensor]) -> None:
+        """Set `found_inf`, before an update."""
+        ...
+
+    def adjust(self) -> None:
+        """Move the scale, after it."""
+        ...
 
 
 @dataclass
@@ -97,6 +107,8 @@ class Setup:
     loss_scale: LossScaling | None = None
     adds_apart: bool = False
     """Gradients of parts are added up elsewhere than in `.grad`, in more tensors than those."""
+    updates_in_backward: bool = False
+    """Parameters are updated while the backward pass runs, and their gradients go."""
     first_run_differs: bool = False
     """The first forward pass is looked at; what was found there changes those after it."""
     update_on_device: bool = False
@@ -143,14 +155,30 @@ class Technique:
     """A step without it can get it, but not change it."""
     changes_update: ClassVar[bool] = True
     """What is resident, or what the update takes, differs with it."""
+    changes_passes: ClassVar[bool] = False
+    """What forward and backward hold differs with it by more than a factor: they are traced."""
     some_tell_all: ClassVar[bool] = True
     """What it changes in an update is in proportion to the tensors' bytes."""
     updates_apart: ClassVar[bool] = False
     """Its update takes tensor after tensor, also on CUDA, where optimizers take all together."""
+    updates_on_device: ClassVar[bool] = False
+    """Its update reads nothing back to the host, so that the step can be one CUDA graph."""
+    state_first: ClassVar[bool] = False
+    """The optimizer's state is there before the first pass, not made by the first update."""
+    stores_weights: ClassVar[bool] = False
+    """Weights have other names or shapes with it; `plain_weights` has them as the model had."""
+    updates_in_backward: ClassVar[bool] = False
+    """A trace of the passes needs the optimizer that trains."""
+    moves_elements: ClassVar[bool] = False
+    """Between updates elements of a parameter, and of state of its shape, change their places."""
     proof: ClassVar[Literal["without", "alone"] | None] = None
     """How a lossless one is proven beside lossy ones: the plan without it, or it alone."""
     suspects: ClassVar[Mapping[str, str]] = {}
     """What is compared → what usually makes it differ with this technique."""
+
+    def refuses(self, other: Technique) -> str | None:
+        """Why it cannot be in one plan with another; None if it can."""
+        return None
 
     # -- settings and text ---------------------------------------------------------------------
 
@@ -158,6 +186,10 @@ class Technique:
     def is_neutral(self) -> bool:
         """Whether these settings change no bit."""
         return False
+
+    def plain_weights(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """The state dict of a model it was applied to, with the names and shapes of before."""
+        return model.state_dict()
 
     def short(self) -> str:
         """For a plan on one line: 'microbatch 10'."""
@@ -223,6 +255,10 @@ class Technique:
         """What the technique does to sizes, types and schedule. Pure."""
         return trace
 
+    def untraced_bytes(self, device: str) -> int:
+        """What it keeps on the device during a step that no trace shows, at most."""
+        return 0
+
     # -- training step -------------------------------------------------------------------------
 
     def check(self, setup: Setup) -> None:
@@ -256,6 +292,11 @@ class Technique:
     def counting(self, unit: str, each: int) -> Self:
         """The same, its size counted in another unit of which an example has `each`."""
         return self
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether an update is skipped when any gradient overflowed."""
+        return False
 
     @property
     def input_dtype(self) -> torch.dtype | None:
@@ -293,6 +334,11 @@ class Technique:
     @classmethod
     def offers(cls, context: Context) -> Iterable[Offer]:
         """The settings a planner may try, from mild to harsh."""
+        return ()
+
+    @classmethod
+    def offers_untraced(cls, model: nn.Module) -> Iterable[Offer]:
+        """Settings to run and measure, of a model that cannot be traced; from mild to harsh."""
         return ()
 
     @classmethod

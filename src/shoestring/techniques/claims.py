@@ -56,6 +56,8 @@ class Claim:
     level: Level
     why: str
     of: tuple[str, ...] = VALUES
+    bound: float = 0.0
+    """Of NEAR, where the technique states one: relative, of parameters relative to their move."""
 
 
 Claims = dict[str, tuple[Level, str]]

@@ -7,7 +7,8 @@ that could be used, and how each scales the passes of the plain step. One techni
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+import copy
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
@@ -60,6 +61,10 @@ class Offer:
     """In the plan's table; by default the technique's own short text."""
     allow: str | None = None
     """The name by which it is allowed where it is lossy; by default the technique's."""
+    dominates: bool = False
+    """Costs neither bytes nor time: wherever it is allowed, no plan is made without it."""
+    recomputed: float = 0.0
+    """Share of the forward pass that runs twice, where no trace says what that costs."""
 
     @property
     def name(self) -> str:
@@ -91,14 +96,31 @@ class Context:
         split: SplitFound | None = None,
         ragged: bool = True,
         narrow: str = "fp16",
+        reserved: bool = True,
+        accounting: str = "device",
+        writers: frozenset[str] | None = None,
     ) -> None:
         self.model, self.batch, self.optimizer = model, batch, optimizer
         self.trace_step = trace_step
         self.device, self.examples = device, examples
         self.ragged, self.narrow = ragged, narrow
+        self.accounting, self.reserved = accounting, reserved
+        """On CUDA a budget is of what the allocator takes from the card, not of what is in use."""
         self._batch_norm = batch_norm
         self.split = split or SplitFound("auto", None, "assumed: the loss was not tested")
         """How the loss of a batch splits into those of its parts, as tested on real values."""
+        self._writers = writers
+
+    def within(self, techniques: Sequence[Technique]) -> Context:
+        """The same step, where these techniques are always applied."""
+
+        def trace_step(plan: Plan, **others: Any) -> Trace:
+            return self.trace_step(plan.but(*techniques), **others)
+
+        made = copy.copy(self)
+        made.__dict__.pop("trace", None)
+        made.trace_step = trace_step
+        return made
 
     @cached_property
     def trace(self) -> Trace:
@@ -108,7 +130,7 @@ class Context:
     @cached_property
     def writers(self) -> frozenset[str]:
         """Modules whose buffers change in the forward pass."""
-        return writers(self.trace)
+        return writers(self.trace) if self._writers is None else self._writers
 
     @property
     def keeps_statistics(self) -> bool:
@@ -168,6 +190,11 @@ class Conditions:
     """Peak of the update, which no schedule changes."""
     cost: Cost
 
+    @property
+    def of_activations(self) -> Conditions:
+        """The same, as if gradients took nothing and the update were no peak."""
+        return replace(self, gradients=0.0, gradient_bytes=0, floor_bytes=0)
+
 
 @dataclass(frozen=True)
 class Scheduled:
@@ -199,6 +226,10 @@ class Scheduler(Protocol):
 
     def least_bytes(self, at: Conditions) -> int:
         """No settings need less."""
+        ...
+
+    def peak_bytes(self, at: Conditions, technique: Technique | None) -> int:
+        """Estimated for settings that it found before; None for nothing recomputed."""
         ...
 
     def ways(self) -> Iterable[Technique]:

@@ -50,6 +50,8 @@ class Plan:
                 raise InputError(f"{name} is given twice", hint="keep one of them")
             found[name] = technique
         ordered = tuple(found[name] for name in registered() if name in found)
+        if why := refusal(ordered):
+            raise InputError(why, hint="leave one of them out")
         object.__setattr__(self, "techniques", ordered)
 
     @classmethod
@@ -177,6 +179,13 @@ class Plan:
             values = ", ".join(f"{v}" for v in settings.values())
             shown.append(f"{name} {values}".strip())
         return " + ".join(shown) or "plain"
+
+
+def refusal(techniques: Iterable[Technique]) -> str | None:
+    """Why some techniques cannot be in one plan; None if they can."""
+    given = list(techniques)
+    found = (one.refuses(other) for one in given for other in given if one is not other)
+    return next((why for why in found if why is not None), None)
 
 
 def check_place(path: str | Path) -> None:

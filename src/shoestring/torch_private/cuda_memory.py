@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -30,3 +33,31 @@ def record_history(enabled: Literal["state", "all"] | None, **settings: Any) -> 
 def snapshot() -> dict[str, Any]:
     """Segments, blocks, and the recorded requests of each device."""
     return torch.cuda.memory._snapshot()
+
+
+def expand_segments() -> None:
+    """From now on the allocator maps memory page by page, unless the user said how it shall work.
+
+    Blocks of other sizes then share one range of addresses, and far less lies idle between them.
+    """
+    said = next((os.environ[name] for name in _SETTINGS if os.environ.get(name)), "")
+    if "expandable_segments" in said or "backend" in said:
+        return
+    settings = ",".join([*([said] if said else []), "expandable_segments:True"])
+    torch._C._accelerator_setAllocatorSettings(settings)
+
+
+_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+@contextmanager
+def at_most(nbytes: int, device: torch.device) -> Iterator[None]:
+    """Within: the allocator takes no more from the card, and gives back what lies idle instead."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    total = torch.cuda.get_device_properties(index).total_memory
+    before = torch.cuda.get_per_process_memory_fraction(index)
+    torch.cuda.set_per_process_memory_fraction(min(before, nbytes / total), index)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(before, index)

@@ -161,6 +161,8 @@ class Trace:
     checkpoint_blocks: tuple[str, ...] = ()
     """The modules that count as blocks for it; empty for those that are found."""
     warnings: tuple[str, ...] = field(default=())
+    capturable: bool = False
+    """On CUDA the step can be one graph: its update stays on the device."""
     moved: frozenset[str] = frozenset()
     """Modules whose buffers the forward pass assigns, or whose counters and lists it changes."""
 

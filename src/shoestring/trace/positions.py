@@ -18,6 +18,14 @@ _FIRST = frozenset(
 _LISTS = frozenset("index index_put _index_put_impl _unsafe_index".split())
 """With a tensor of positions for each dimension in `indices`."""
 
+_PLACES = {
+    **dict.fromkeys("argsort argmax argmin nonzero searchsorted bucketize".split(), 0),
+    **dict.fromkeys("sort topk max min kthvalue median mode".split(), 1),
+    "_pack_padded_sequence": 0,
+}
+"""Operations that find positions in what they are given, and so in a part: which output is the
+first that holds them."""
+
 
 def index_like(trace: Trace, examples: int) -> list[int]:
     """Numbers of the batch's tensors that index rows of the batch."""
@@ -31,8 +39,9 @@ def index_like(trace: Trace, examples: int) -> list[int]:
             mask = spec.dtype in (torch.bool, torch.uint8)  # it is cut with what it masks
             if spec.value in source and not mask and _indexes_rows(trace, op, name, examples):
                 found |= source[spec.value]
-        for spec in op.outputs:
-            if not spec.dtype.is_floating_point:
+        made = _PLACES.get(op.name.partition(".")[2])
+        for number, spec in enumerate(op.outputs):
+            if not spec.dtype.is_floating_point and (made is None or number < made):
                 source.setdefault(spec.value, set()).update(reads)
     return sorted(found)
 

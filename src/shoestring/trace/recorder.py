@@ -36,6 +36,7 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 
+from ..errors import TraceError
 from ..torch_private.autograd import current_node, last_sequence_number
 from ..torch_private.dispatch import TorchDispatchMode
 from ..torch_private.fake_tensors import FakeTensor
@@ -166,9 +167,14 @@ class Recorder(TorchDispatchMode):
             return None
         if record.value < 0:
             self._new_value(record, tensor, producer)
-        return TensorSpec(
-            record.value, tuple(map(int, tensor.shape)), tensor.dtype, tensor.requires_grad
-        )
+        try:
+            shape = tuple(map(int, tensor.shape))
+        except AttributeError:  # a nested tensor, whose memory is in others
+            raise TraceError(
+                "a nested tensor has rows of different lengths, and cannot be followed",
+                hint="pad it; or measure on CUDA, by the allocator",
+            ) from None
+        return TensorSpec(record.value, shape, tensor.dtype, tensor.requires_grad)
 
     # -- operations ----------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ one element's noise can be zero by luck.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,29 +40,43 @@ _LEAST = {torch.float16: 4.0, torch.bfloat16: 2.0}
 
 @dataclass(frozen=True)
 class RoundingNoise:
-    """What rounding changes in each tensor, and in all of them relative to their norm."""
+    """What rounding changes in each tensor, and in all of a kind relative to their norm."""
 
     norms: dict[Any, float] = field(default_factory=dict)
     relative: float = 0.0
+    """Of all tensors, or of those whose kind is not in `kinds`."""
+    kinds: dict[Any, float] = field(default_factory=dict)
+    """Kinds of optimizer state are on scales of their own: counts do not round, squares do."""
 
     @classmethod
     def between(cls, exact: Tensors, rounded: Tensors) -> RoundingNoise:
         """Of tensors that were computed in fewer bits."""
         apart = {name: _apart(exact[name], rounded[name]) for name in exact if name in rounded}
         apart = {name: norm for name, norm in apart.items() if math.isfinite(norm)}
-        scale = _norm([_norm_of(exact[name]) for name in apart])
-        total = _norm(list(apart.values()))
-        return cls(apart, min(total / scale, 1.0) if scale else 0.0)
+
+        def relative(names: Iterable[Any]) -> float:
+            held = list(names)
+            scale = _norm([_norm_of(exact[name]) for name in held])
+            return min(_norm([apart[name] for name in held]) / scale, 1.0) if scale else 0.0
+
+        kinds = {_kind(name) for name in apart}
+        each = {kind: relative(n for n in apart if _kind(n) == kind) for kind in kinds}
+        return cls(apart, relative(apart), each)
 
     def bound(self, name: Any, scale: float, multiple: float, spread: float | None = None) -> float:
         """The largest distance of a tensor of this scale that is still `multiple` of this noise."""
-        of_all = self.relative * scale * (multiple if spread is None else spread)
+        relative = self.kinds.get(_kind(name), self.relative)
+        of_all = relative * scale * (multiple if spread is None else spread)
         return max(multiple * self.norms.get(name, 0.0), of_all)
 
     def __or__(self, other: RoundingNoise) -> RoundingNoise:
         names = self.norms.keys() | other.norms.keys()
         norms = {n: max(self.norms.get(n, 0.0), other.norms.get(n, 0.0)) for n in names}
-        return RoundingNoise(norms, max(self.relative, other.relative))
+        kinds = {
+            k: max(self.kinds.get(k, self.relative), other.kinds.get(k, other.relative))
+            for k in self.kinds.keys() | other.kinds.keys()
+        }
+        return RoundingNoise(norms, max(self.relative, other.relative), kinds)
 
 
 @dataclass(frozen=True)

@@ -208,6 +208,10 @@ class Proof:
         near = self._near() if any(c is Level.NEAR for c, _ in self.claims.values()) else {}
         if near and not self.at.linear:
             near["parameters"] = near["parameters"] | self._moves(expected["parameters"])
+            squares = _of_squares(expected["optimizer state"], expected["gradients"], near)
+            near["optimizer state"] = near["optimizer state"] | squares
+        if near:
+            near = self._with_stated(near, expected["parameters"])
         made = []
         for what in WHAT:
             if what == "random stream":
@@ -254,6 +258,25 @@ class Proof:
                 return Comparison(what, claim, Level.LOSSY, abs(longer), 0.0, why)
         level = Level.NEAR if within and claim is Level.NEAR else Level.LOSSY
         return Comparison(what, claim, level, seen.relative, bound, why, seen.name)
+
+    def _with_stated(
+        self, near: dict[str, RoundingNoise], after: dict[Any, Any]
+    ) -> dict[str, RoundingNoise]:
+        """With the bounds that techniques state themselves."""
+        stated: dict[str, float] = {}
+        for technique in self.plan.techniques:
+            for claim in technique.claims(self.at):
+                for what in claim.of if claim.level is Level.NEAR else ():
+                    stated[what] = max(claim.bound, stated.get(what, 0.0))
+        made = dict(near)
+        for what, bound in stated.items():
+            if bound and what in made:
+                made[what] = made[what] | RoundingNoise({}, bound / NEAR_SPREAD)
+        if share := stated.get("parameters"):
+            moved = self._moves(after).norms
+            by_move = RoundingNoise({name: norm * share for name, norm in moved.items()})
+            made["parameters"] = near["parameters"] | by_move
+        return made
 
     def _moves(self, after: dict[Any, Any]) -> RoundingNoise:
         """Dividing by the gradient turns the rounding of a small one into a whole move."""
@@ -408,6 +431,20 @@ class Proof:
         made = suspicion(row, self.plan)
         where = f"{row.tensor}: " if row.tensor else ""
         return replace(made, why=where + made.why)
+
+
+def _of_squares(
+    state: dict[Any, Any], gradients: dict[Any, Any], near: dict[str, RoundingNoise]
+) -> RoundingNoise:
+    """What state may differ by if its gradient is within its bound: a square, by about twice."""
+    norms: dict[Any, float] = {}
+    for key, held in state.items():
+        gradient = gradients.get(key[0])
+        scale = 0.0 if gradient is None else float(gradient.double().norm())
+        if scale and held.is_floating_point() and held.dim():
+            bound = near["gradients"].bound(key[0], scale, NEAR_MULTIPLE, NEAR_SPREAD) / scale
+            norms[key] = (2 + bound) * bound * float(held.double().norm()) / NEAR_MULTIPLE
+    return RoundingNoise(norms)
 
 
 def _within(seen: Distance, bound: float | None) -> bool:

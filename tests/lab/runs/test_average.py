@@ -2,9 +2,13 @@
 
 import pytest
 import torch
+from torch import nn
 
+from shoestring import OptimizerState, Plan, Precision, Sparsity, apply
 from shoestring.errors import InputError
-from shoestring.lab.runs.average import mean_of
+from shoestring.lab.runs import snapshot
+from shoestring.lab.runs.average import averaged_model, mean_of
+from shoestring.techniques.sparsity import to_dense
 
 
 def test_the_mean_of_three():
@@ -23,13 +27,52 @@ def test_half_precision_rounds_once():
     assert made["a"].equal(exact.to(torch.float16))
 
 
-def test_weights_with_other_nonzeros_are_left_out():
-    """Two were made before a rewiring: the newest's places decide."""
-    newest = {"w_values": torch.tensor([1.0, 2.0]), "w_index": torch.tensor([3, 4])}
-    same = {"w_values": torch.tensor([3.0, 4.0]), "w_index": torch.tensor([3, 4])}
-    older = {"w_values": torch.tensor([9.0, 9.0]), "w_index": torch.tensor([1, 4])}
-    made, count = mean_of([newest, same, older])
-    assert count == 2 and made["w_values"].tolist() == [2.0, 3.0]
+def build():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 3))
+    return model, lambda model, batch: model(batch).square().mean()
+
+
+@pytest.mark.parametrize("others", [(), (Precision("fp16"),)], ids=["fp32", "fp16"])
+def test_sparse_weights_are_averaged_across_rewirings(tmp_path, others):
+    """As the report does: the mean of ten has nonzeros wherever one of them has, and is dense."""
+    plan = Plan.of([Sparsity(0.3, schedule=((100, 1),), fraction_multiplier=20), *others])
+    model, loss = build()
+    step = apply(plan, model, torch.optim.Adam(model.parameters(), lr=0.05), loss=loss)
+    paths, dense = [], []
+    for number in range(1, 11):
+        step(torch.randn(4, 6))
+        state = {"model": step.state_dict()["model"]}
+        paths.append(snapshot.save(tmp_path, number, state, kind="weights", keep=10))
+        dense.append({n: v.clone() for n, v in to_dense(step.model).items()})
+    assert step.counts["rewirings"] == 10 and step.counts["rewired_weights"] > 0
+    made, count = averaged_model(build, plan, reversed(paths), torch.device("cpu"))
+    assert count == 10
+    found = made.state_dict()
+    for name, newest in dense[-1].items():
+        mean = torch.stack([state[name].double() for state in dense]).mean(0).to(newest.dtype)
+        assert found[name].equal(mean), name
+    weight = "2.weight"
+    assert (found[weight] != 0).sum() > (dense[-1][weight] != 0).sum()
+
+
+def test_techniques_of_the_update_change_nothing_in_a_mean(tmp_path):
+    """They are applied to an optimizer that the techniques of a text know."""
+    plan = Plan.of([OptimizerState(8, smallest=8)])
+    states = [build()[0].state_dict() for _ in range(2)]
+    states[1]["0.bias"] = states[1]["0.bias"] + 1
+    paths = [
+        snapshot.save(tmp_path, number, {"model": state}, kind="weights", keep=10)
+        for number, state in enumerate(states)
+    ]
+    made, count = averaged_model(build, plan, paths, torch.device("cpu"))
+    assert count == 2
+    assert torch.allclose(made.state_dict()["0.bias"], states[0]["0.bias"] + 0.5)
+
+
+def test_weights_of_different_models_have_no_mean():
+    with pytest.raises(InputError, match="different models"):
+        mean_of([{"a": torch.ones(2)}, {"b": torch.ones(2)}])
 
 
 def test_nothing_to_average():

@@ -5,6 +5,7 @@ import pytest
 from shoestring import (Microbatching, Plan, Precision, Sparsity)
 from shoestring.errors import InputError
 from shoestring.lab.runs.defaults import (CIFAR10, TRANSLATION, TRANSLATION_BY_DENSITY, Multipliers, learning_rate_at, rewiring_schedule)
+from shoestring.techniques.sparsity.rewiring import is_due
 from shoestring.lab.runs.settings import ImageSettings, build_model, settings_for
 
 
@@ -66,9 +67,41 @@ def test_a_plan_from_a_file_is_taken_as_it_is():
 
 
 def test_rewiring_scales_its_periods_as_the_report_does_for_translation():
-    assert rewiring_schedule(50_000) == ((6250, 100), (20_000, 200), (35_000, 400), (47_500, 800))
-    assert rewiring_schedule(4) == ((1, 200), (2, 400), (3, 800))
-    assert rewiring_schedule(0) == ()
+    halved = ((6250, 100), (20_000, 200), (35_000, 400), (47_500, 800))
+    assert rewiring_schedule(50_000, 50_000) == halved
+    assert rewiring_schedule(4, 4) == ((1, 200), (2, 400), (3, 800))
+    assert rewiring_schedule(0, 50_000) == ()
+
+
+def test_a_run_cut_short_rewires_as_many_times():
+    """20,000 updates of translation's 50,000: every 40, 80, 160 and 320."""
+    short = rewiring_schedule(20_000, 50_000)
+    assert short == ((2500, 40), (8000, 80), (14_000, 160), (19_000, 320))
+    whole = rewiring_schedule(50_000, 50_000)
+    counts = [
+        sum(is_due(step, schedule, 1.0) for step in range(1, updates + 1))
+        for schedule, updates in ((short, 20_000), (whole, 50_000))
+    ]
+    assert abs(counts[0] - counts[1]) <= 3, counts
+    assert rewiring_schedule(200_000, 100_000)[0] == (25_000, 100)  # a longer one as often
+
+
+def test_a_run_cut_short_says_so(capsys):
+    made = settings_for(
+        "wrn-28-2", "cifar10", images=50_000, plan=Plan.of([Sparsity(0.3)]), tune=True, epochs=60
+    )
+    assert "3.33 times as often" in capsys.readouterr().err
+    assert made.plan.sparsity.schedule[0] == (3750, 30)
+    settings_for("wrn-28-2", "cifar10", images=50_000, plan=Plan.of([Sparsity(0.3)]), tune=True)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_multiplier_of_zero_never_rewires():
+    schedule = rewiring_schedule(50_000, 50_000)
+    assert not any(is_due(step, schedule, 0.0) for step in range(1, 50_001))
+    assert Sparsity(0.3, frequency_multiplier=0.0).frequency_multiplier == 0
+    with pytest.raises(InputError, match="fraction_multiplier 0 is not a number above 0"):
+        Sparsity(0.3, fraction_multiplier=0)
 
 
 def test_translation():

@@ -13,7 +13,7 @@ from shoestring.errors import InputError
 from shoestring.lab.records.run import read
 from shoestring.lab.study import cluster
 from shoestring.lab.study.command import run_study
-from shoestring.lab.study.execute import LOG, Place
+from shoestring.lab.study.execute import FAILURE, LOG, Place
 from shoestring.lab.study.expand import StudyJob
 from shoestring.lab.study.local import TICK_SECONDS, Stopped
 
@@ -92,6 +92,81 @@ def test_runs_that_wait_for_the_cluster_are_not_under_way(tmp_path):
         )  # fmt: skip
     assert running == [[], [jobs[0]]]
     assert ray.cancelled == [job.name for job in jobs] and ray.looks == 3, "and waited for"
+
+
+class Hung(Ray):
+    """A cluster on which the first job has begun and hangs, until it is killed; others end."""
+
+    def __init__(self, folder, ended):
+        self.folder, self.ended = folder, ended
+        self.told, self.killed = [], []
+
+    def remote(self, job, folder, place):
+        return job.name
+
+    def wait(self, handles, num_returns=1, timeout=None):
+        time.sleep(0.02)
+        (self.folder / handles[0] / LOG).touch()
+        return [handle for handle in handles if handle in self.killed][:1], handles
+
+    def get(self, handle):
+        raise RuntimeError("the worker died")
+
+    def cancel(self, handle, force=False):
+        (self.killed if force else self.told).append(handle)
+
+
+def test_a_run_whose_time_is_over_is_told_then_killed(tmp_path, monkeypatch):
+    """Once, not three times; one that has not begun has all its time before it."""
+    monkeypatch.setattr(cluster, "STOP_SECONDS", 0.2)
+    jobs = [StudyJob("train", {"model": "m", "seed": seed}) for seed in (0, 1)]
+    for job in jobs:
+        (tmp_path / job.name).mkdir()
+        (tmp_path / job.name / LOG).touch()
+        os.utime(tmp_path / job.name / LOG, (1, 1))
+    ended = []
+    ray = Hung(tmp_path, ended)
+    cluster._drain(
+        ray, ray, jobs, lambda job: tmp_path / job.name, Place(run_seconds=0.3), ended.append,
+        lambda running: None, [],
+    )  # fmt: skip
+    names = [job.name for job in jobs]
+    assert [job.name for job in ended] == names and ray.told == names
+    assert list(dict.fromkeys(ray.killed)) == names
+    for job in jobs:
+        assert "took longer than run_seconds = 0.3" in (tmp_path / job.name / FAILURE).read_text()
+
+
+HUNG = """
+import time
+from torch import nn
+class Hung(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.calls = nn.Linear(192, 10), 0
+    def forward(self, x):
+        self.calls += 1
+        while self.calls > 3:
+            time.sleep(0.1)
+        return self.linear(nn.functional.avg_pool2d(x, 4).flatten(1))
+"""
+
+
+@pytest.mark.slow
+def test_a_hung_run_on_ray_is_ended_by_its_time(tmp_path, monkeypatch):
+    """It is told, and killed where that does not help; the study says why, with status 1."""
+    pytest.importorskip("ray")
+    (tmp_path / "hung_on_ray.py").write_text(HUNG)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    file, out = tmp_path / "one.toml", tmp_path / "ray"
+    text = ONE.replace("tiny_nets:tiny_linear", "hung_on_ray:Hung")
+    assert text != ONE
+    file.write_text("profile = false\nrun_seconds = 5\n" + text)
+    process = start_study(file, out, "--ray", "local")
+    _, said = process.communicate(timeout=300)
+    assert process.returncode == 1, said
+    (failed,) = out.glob(f"runs/*/{FAILURE}")
+    assert "took longer than run_seconds = 5" in failed.read_text()
 
 
 def test_a_cluster_that_is_not_there(tmp_path):

@@ -15,8 +15,8 @@ from shoestring.errors import InputError, TrainingStopped
 from shoestring.lab.records.run import read
 from shoestring.lab.runs.command import Call, start
 from shoestring.lab.study.command import Summary, run_study
-from shoestring.lab.study.execute import FAILURE, Place, arguments
-from shoestring.lab.study.expand import expand
+from shoestring.lab.study.execute import FAILURE, Place, arguments, execute
+from shoestring.lab.study.expand import StudyJob, expand
 from shoestring.lab.study.spec import load
 
 CPU = Place(device="cpu")
@@ -205,3 +205,17 @@ def test_on_a_gpu_each_process_starts_cuda_anew(tmp_path):
     file.write_text("profile = false\n" + ONE + "[[grid]]\nprecision = ['fp32', 'fp16']")
     summary = run_study(file, tmp_path / "out", workers=2, place=Place(device="cuda"))
     assert (summary.runs, summary.failed) == (2, 0)
+
+
+def test_profiles_of_a_text_need_no_text(tmp_path, monkeypatch):
+    """They are counted with the report's vocabularies, and say so."""
+    monkeypatch.delenv("SHOESTRING_DATA", raising=False)
+    job = StudyJob(
+        "profile",
+        {"model": "dc-transformer-tiny", "data": "iwslt14", "microbatch": 250, "updates": 9},
+    )
+    execute(job, tmp_path / "run", Place(device="cpu"))
+    end = read(tmp_path / "run")[-1]
+    assert end["event"] == "end" and end["peak_bytes"] > 0
+    assert end["vocabularies"].startswith("the report's")
+    assert end["batch_unit"] == "tokens" and end["batch"] == 4000

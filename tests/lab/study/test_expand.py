@@ -7,7 +7,7 @@ import pytest
 
 from shoestring.cli.main import main
 from shoestring.errors import InputError
-from shoestring.lab.study.expand import StudyJob, expand, values_of
+from shoestring.lab.study.expand import FedChoice, StudyJob, expand, values_of
 from shoestring.lab.study.spec import load
 
 BASE = """
@@ -130,6 +130,40 @@ def test_a_second_search_goes_on_with_what_was_chosen_for_the_base(study):
     read = study(text + "[[search]]\nover = {warmup = [1, 2]}\n")
     made = expand(read, lambda job: job.settings["lr"] + job.settings.get("warmup", 0))
     assert all(s["lr"] == 0.2 for s in trained(made.jobs) if "warmup" in s)
+
+
+def test_a_search_tries_single_combinations_too(study):
+    """The report's arm without rewiring: one candidate, not one for every fraction."""
+    over = "over = {'sparsity.fraction_multiplier' = [1, 2], 'sparsity.frequency_multiplier' = [1]}"
+    text = f"density = 0.5\n[[search]]\n{over}\nalso = [{{'sparsity.frequency_multiplier' = 0}}]\n"
+    made = expand(study(BASE + text), lambda job: None)
+    tried = [c.values for c in made.choices[0].candidates]
+    assert len(tried) == 3 and tried[-1] == {"sparsity.frequency_multiplier": 0}
+    with pytest.raises(InputError, match="also names 'lr'"):
+        study(
+            BASE + text.replace("also = [{'sparsity.frequency_multiplier' = 0", "also = [{lr = 1")
+        )
+
+
+def test_a_microbatch_of_the_whole_minibatch_is_no_microbatch(study):
+    """Its trainings are those without one, simulated or not: forty of the report's studies."""
+    text = "batch = 20\n[[grid]]\n[[grid]]\nmicrobatch = [20, 10]\n"
+    made = expand(study(BASE + text + "simulated = true\n"), lambda job: None)
+    assert len(made.rows) == 2
+    assert len(trained(made.jobs)) == 4  # two seeds each
+    text = text.replace("batch = 20\n[", "[").replace("20", "100")  # the data's own
+    assert len(expand(study(BASE + text), lambda job: None).rows) == 2
+
+
+def test_choices_of_another_study_are_for_its_settings_and_not_for_a_grids_own(study):
+    fed = [
+        FedChoice("rates", {"model": "wrn-10-1", "density": 0.5}, {"lr": 0.3}),
+        FedChoice("rates", {"model": "wrn-10-1", "density": 1.0}, {"lr": 0.4}),
+        FedChoice("rates", {"model": "another"}, {"lr": 0.5}),
+    ]
+    text = "lr = 0.01\n[[grid]]\ndensity = 0.5\n[[grid]]\n[[grid]]\ndensity = 0.5\nlr = 0.9\n"
+    rows = expand(study(BASE + text), lambda job: None, fed).rows
+    assert [row.settings["lr"] for row in rows] == [0.3, 0.4, 0.9]
 
 
 def test_what_grids_share_is_one_row(study):

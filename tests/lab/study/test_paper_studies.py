@@ -63,3 +63,29 @@ def test_the_searches_agree_with_the_recipes():
                 "sparsity.fraction_multiplier": known.rewire_fraction,
                 "sparsity.frequency_multiplier": known.rewire_frequency,
             }
+
+
+def test_the_searches_come_in_the_reports_order():
+    """Rates under default rewiring, then rewiring, then the rest with what both chose."""
+    for before in ("", "translation-"):
+        rates, wiring = (load(PAPER / f"{before}{n}.toml") for n in ("learning-rates", "rewiring"))
+        (search,) = rates.searches
+        assert set(search.using.values()) == {1.0} and len(search.using) == 2
+        assert rates.after == () and wiring.after == (f"{before}learning-rates",)
+    none = [v for s in wiring.searches for v in s.also]
+    assert none == [{"sparsity.frequency_multiplier": 0.0}]
+    for file in FILES:
+        study = load(file)
+        if study.kind == "train" and not study.searches:
+            translation = "translation-" if "translation" in study.name else ""
+            assert study.after == (f"{translation}learning-rates", f"{translation}rewiring")
+
+
+def test_the_readme_counts_the_trainings():
+    """`studies/README.md` has the number of every file."""
+    said = (PAPER.parent / "README.md").read_text()
+    for file in FILES:
+        jobs = expand(load(file), lambda job: 1.0).jobs
+        count = sum(job.kind == "train" for job in jobs)
+        (line,) = [line for line in said.splitlines() if f"`paper/{file.name}`" in line]
+        assert line.endswith(f"| {count:,} |"), (line, count)

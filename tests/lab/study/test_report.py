@@ -58,7 +58,7 @@ def test_rows_are_the_means_of_the_records(tiny, made):
     mine = [run.end["best_accuracy"] for run in plain.runs]
     assert len(mine) == 2 and set(mine) <= set(scores)
     assert plain.score.mean == pytest.approx(statistics.mean(mine))
-    assert plain.score.interval == pytest.approx(1.96 * statistics.stdev(mine) / 2**0.5)
+    assert plain.score.interval == pytest.approx(12.7062 * statistics.stdev(mine) / 2**0.5)
     assert plain.quantities["measured_bytes"] == max(
         run.end["measured_peak_bytes"] for run in plain.runs
     )

@@ -9,12 +9,20 @@ from hypothesis import strategies as st
 from shoestring.lab.study.statistics import at_equal_memory, best_within, pareto_front, sample
 
 
-def test_interval_is_196_standard_errors():
+def test_few_trials_have_students_interval():
     found = sample([94.0, 94.2, 94.7])
     # Deviations −0.3, −0.1, 0.4: the variance with n − 1 is 0.26 / 2.
     assert found.mean == pytest.approx(94.3)
-    assert found.interval == pytest.approx(1.96 * math.sqrt(0.13 / 3))
+    assert found.interval == pytest.approx(4.3027 * math.sqrt(0.13 / 3))
     assert found.n == 3
+
+
+@pytest.mark.parametrize("n", [2, 3, 5, 9, 10, 30])
+def test_width_is_students_t_below_ten(n):
+    stats = pytest.importorskip("scipy.stats")
+    values = [math.sin(k) for k in range(n)]
+    wide = stats.t.ppf(0.975, n - 1) if n < 10 else 1.96
+    assert sample(values).interval == pytest.approx(wide * stats.sem(values), rel=1e-4)
 
 
 def test_one_trial_has_no_interval_and_none_no_mean():

@@ -1,7 +1,7 @@
 """The built-in models by name, each with a batch, a loss and the report's optimizer.
 
 `wrn-D-W` is a wide residual network of any legal depth and width (`wrn-D-W-pool`: its shortcuts
-average where they would take every second pixel), `dc-transformer` the report's
+average; the report does not say what its own do), `dc-transformer` the report's
 translation model, and `dc-transformer-width-W`, `dc-transformer-decoder-L` its smaller baselines;
 sizes go together (`dc-transformer-width-128-encoder-4-decoder-4`), and `dc-transformer-tiny` has
 width 64 and two layers on each side.
@@ -125,9 +125,9 @@ def image_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 def sentence_batch(tokens: int) -> dict[str, Tensor]:
     """Random sentence pairs of that many tokens on each side, without padding.
 
-    The report counts 4,000 tokens a minibatch, and 250, "a single longest sentence", a
-    microbatch. It does not say how long its sentences were: we take 25 tokens, about the mean of
-    IWSLT'14, where the count is over 250 and a multiple of 25, and else one single sentence.
+    The report counts 4,000 tokens a minibatch, and 250 a microbatch, since no sentence may be
+    longer than one. It does not say how long its sentences were: we take 25 tokens, about the
+    mean of IWSLT'14, where the count is over 250 and a multiple of 25, and else one sentence.
     """
     _check_count(tokens, "tokens")
     split = tokens > LONGEST_SENTENCE_TOKENS and tokens % SENTENCE_TOKENS == 0

@@ -1,4 +1,4 @@
-"""The report's hyperparameters as data: its tables of Appendix B, and how they scale.
+"""The report's hyperparameters as data: its tables of Appendix A, and how they scale.
 
 Where the tables are at odds with the text or with their source, the entry says so.
 """
@@ -168,17 +168,20 @@ def learning_rate_at(
     return first * factor ** sum(epoch >= round(part * epochs) for part in drops)
 
 
-def rewiring_schedule(updates: int) -> Schedule:
+def rewiring_schedule(updates: int, usual: int) -> Schedule:
     """The report's periods of rewiring, made shorter or longer for a run of so many updates.
 
-    As the report does for translation: the periods scale, how often they rewire does not. Periods
-    that would have no update are left out.
+    As the report does for translation the periods scale, and how often they rewire does not:
+    every 100 updates, for a run as long as is `usual` for the data. A run that is cut short
+    rewires more often, in proportion, or it would end after fewer rewirings: a part of the
+    recipe. Periods that would have no update are left out.
     """
+    share = min(1.0, updates / max(usual, 1))
     scaled: list[tuple[int, int]] = []
     for last, every in REPORT_SCHEDULE:
         end = last * updates // REPORT_UPDATES
         if end > (scaled[-1][0] if scaled else 0):
-            scaled.append((end, every))
+            scaled.append((end, max(1, round(every * share))))
     return tuple(scaled)
 
 
@@ -202,6 +205,13 @@ def defaults_for(data: str) -> ImageDefaults:
     if data not in IMAGE_DEFAULTS:
         raise InputError(f"no data is called {data!r}", hint="one of " + ", ".join(IMAGE_DEFAULTS))
     return IMAGE_DEFAULTS[data]
+
+
+def usual_batch(data: str, model: str) -> int | None:
+    """Of a minibatch where none is asked for; None for data of which nothing is known."""
+    if data in IMAGE_DEFAULTS:
+        return IMAGE_DEFAULTS[data].batch
+    return translation_defaults(data).batch_tokens if model.startswith("dc-transformer") else None
 
 
 def base_name(model: str) -> str:

@@ -236,6 +236,7 @@ def _finish(trainer: Trainer, records: Records, folder: Path) -> Event:
         "step": trainer.done,
         "epoch": trainer.epoch,
         **trainer.scores(),
+        **trainer.step.counts,
         "predicted": trainer.predicted,
         "measured_peak_bytes": trainer.measured_peak_bytes,
         "seconds": round(trainer.total_seconds, 3),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -129,7 +130,7 @@ def settings_for(
     seed: int = 0,
     **others: Any,
 ) -> ImageSettings:
-    """Fill in what is not given from the defaults of the data: report, Appendix B.
+    """Fill in what is not given from the defaults of the data: report, Appendix A.
 
     The learning rate is the one the report tuned for the density. With `tune` the plan gets the
     rewiring it tuned, over the run's number of updates, and the run's seed; otherwise it is taken
@@ -140,7 +141,8 @@ def settings_for(
     batch = defaults.batch if batch is None else batch
     multipliers = defaults.multipliers(base_name(model), density_of(plan))
     if tune:
-        plan = tuned(plan, multipliers, epochs * (images // max(batch, 1)), seed)
+        updates, usual = (n * (images // max(batch, 1)) for n in (epochs, defaults.epochs))
+        plan = tuned(plan, multipliers, updates, usual, seed)
     if learning_rate is None:
         learning_rate = defaults.learning_rate * multipliers.learning_rate
     return ImageSettings(
@@ -164,16 +166,25 @@ def density_of(plan: Plan) -> float:
     return 1.0 if plan.sparsity is None else plan.sparsity.density
 
 
-def tuned(plan: Plan, multipliers: Multipliers, updates: int, seed: int) -> Plan:
-    """The same techniques with the run's seed, and rewiring as the report tuned it."""
+def tuned(plan: Plan, multipliers: Multipliers, updates: int, usual: int, seed: int) -> Plan:
+    """The same techniques with the run's seed, and rewiring as the report tuned it.
+
+    `usual` is how many updates a run on these data has where it is not cut short.
+    """
     changes: dict[str, Any] = {
         f"{t.name}.seed": seed for t in plan.techniques if "seed" in t.defaults()
     }
     if plan.sparsity is not None:
+        if updates < usual and not plan.sparsity.is_neutral:
+            print(
+                f"rewiring: {updates:,} of the usual {usual:,} updates, so it happens "
+                f"{usual / max(updates, 1):.3g} times as often",
+                file=sys.stderr,
+            )
         changes |= {
             "sparsity.fraction_multiplier": multipliers.rewire_fraction,
             "sparsity.frequency_multiplier": multipliers.rewire_frequency,
-            "sparsity.schedule": rewiring_schedule(updates),
+            "sparsity.schedule": rewiring_schedule(updates, usual),
         }
     return plan.changed(changes)
 

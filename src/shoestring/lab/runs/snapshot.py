@@ -60,7 +60,7 @@ def _prune(folder: Path, newest: Path, kind: str, keep: int) -> None:
     """
     held = found(folder, kind)
     older = [one for one in held if _step(one) < _step(newest)]
-    kept = {newest, *older[len(older) - keep + 1 :]}
+    kept = {newest, *older[max(len(older) - keep + 1, 0) :]}
     for one in held:
         if one not in kept:
             with contextlib.suppress(OSError):

@@ -13,7 +13,7 @@ from torch import nn
 from ..decoding.beam import translate
 from ..decoding.bleu import score
 from ... import files
-from ...errors import InputError, first_line
+from ...errors import InputError
 from ..models import builtin
 from ..models.label_smoothing import label_smoothed_loss
 from ..target import build
@@ -24,7 +24,7 @@ from ..tasks.corpus import joined
 from ..tasks.prepared import read_vocabularies, write_vocabularies
 from ..tasks.token_batches import TextFeed, target_tokens
 from ...trace.capture import Loss, check_trainable
-from .average import mean_of_files
+from .average import averaged_model
 from ...step.distributed import add_over_ranks
 from ...step.group import rank, ranks
 from ...step.shares import Parallel, cut_evenly
@@ -119,26 +119,18 @@ class TextJob:
 
     def finish(self, model: nn.Module, folder: Path, weights: list[Path]) -> dict[str, Any]:
         """Translate with the averaged weights, write it down, and score it."""
-        held = {name: value.clone() for name, value in model.state_dict().items()}
         averaged = 0
         if weights and self.weights_kept:
-            mean, averaged = mean_of_files(weights)
-            try:
-                model.load_state_dict(mean)
-            except RuntimeError as error:
-                raise InputError(f"{weights[-1]} is not of this model: {first_line(error)}") from error
+            model, averaged = averaged_model(self.model, self.settings.plan, weights, self._device)
         sentences, references = self._task.scored
-        try:
-            found = translate(
-                model,
-                sentences,
-                self.settings.search,
-                words=self._task.target_vocabulary.size,
-                tokens=self.settings.evaluation_batch,
-                device=self._device,
-            )
-        finally:
-            model.load_state_dict(held)
+        found = translate(
+            model,
+            sentences,
+            self.settings.search,
+            words=self._task.target_vocabulary.size,
+            tokens=self.settings.evaluation_batch,
+            device=self._device,
+        )
         lines = [joined(self._task.target_vocabulary.decode(numbers)) for numbers in found]
         for name, text in ((TRANSLATIONS, lines), (REFERENCES, references)):
             written = "".join(f"{line}\n" for line in text)

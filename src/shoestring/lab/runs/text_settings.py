@@ -125,6 +125,6 @@ def text_settings_for(
     if epochs is not None:
         settings = replace(settings, updates=epochs * settings.steps_per_epoch(task))
     if tune:
-        plan = tuned(plan, multipliers, settings.updates, seed)
+        plan = tuned(plan, multipliers, settings.updates, defaults.updates, seed)
         settings = replace(settings, plan=plan)
     return settings

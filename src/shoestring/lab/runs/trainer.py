@@ -215,6 +215,7 @@ class Trainer:
             f"best_{self.job.score}": self.best_score,
             "best_epoch": self.best_epoch,
             "loss_scale": self.loss_scale(),
+            **self.step.counts,
             "measured_peak_bytes": self.measured_peak_bytes,
             "seconds": round(self.total_seconds, 3),
         }

@@ -20,8 +20,8 @@ from ..tasks.corpus import joined
 from ..tasks.prepared import read_vocabularies
 from ..tasks.text import TextEncoder
 from . import snapshot
-from ...step.apply import apply
-from .average import mean_of_files
+from .average import applied, averaged_model
+from ...trace.capture import Loss
 from .text_job import build_text_model
 
 
@@ -84,23 +84,22 @@ def _loaded(
     average: bool,
 ) -> Translator:
     codes, source, target = read_vocabularies(folder)
-    model, loss = build_text_model(settings["model"], source, target, settings["dropout"])
-    model.to(device)
-    whole = Plan.from_dict(settings["plan"])
-    plan = Plan(technique for technique in whole.techniques if not technique.revisable)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    model = apply(plan, model, optimizer, loss=loss).model
+    plan = Plan.from_dict(settings["plan"])
+
+    def build() -> tuple[nn.Module, Loss]:
+        return build_text_model(settings["model"], source, target, settings["dropout"])
+
     kept = snapshot.found(folder, "weights") if average else []
     if kept:
-        weights, averaged = mean_of_files(kept)
+        model, averaged = averaged_model(build, plan, kept, device)
     else:
         state, damaged = snapshot.load_latest(folder, held=False)
         for what in damaged:
             print(f"warning: {what}; taking the one before", file=sys.stderr)
         if state is None:
             raise InputError(f"{folder} has no snapshot yet")
-        weights, averaged = state["step"]["model"], 0
-    model.load_state_dict(weights)
+        model, averaged = applied(build, plan.techniques, device), 0
+        model.load_state_dict(state["step"]["model"])
     search = BeamSearch(
         settings["beam"] if beam is None else beam,
         settings["length_penalty"] if length_penalty is None else length_penalty,

@@ -12,13 +12,12 @@ from typing import Any
 from ... import files
 from ...errors import InputError, TrainingStopped
 from ..runs.folder import check_place, run_folder, writing
-from . import cluster, local
+from . import cluster, feed, local
 from .display import Progress
 from .execute import FAILURE, Outcome, Place, outcome
 from .expand import Expansion, StudyJob, expand, matches, values_of
-from .spec import Study, load
+from .spec import SPEC, Study, load
 
-SPEC = "study.toml"
 RUNS = "runs"
 
 
@@ -28,10 +27,22 @@ class Folder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._known: dict[str, Outcome] = {}
+        self._feed: feed.StudyFeed | None = None
 
     def of(self, job: StudyJob) -> Path:
         """Where a job's records lie."""
         return self.path / RUNS / job.name
+
+    @property
+    def feed(self) -> feed.StudyFeed | None:
+        """What other studies chose for this one; what was read once stays."""
+        self._feed = self._feed or feed.of_folder(self.path)
+        return self._feed
+
+    def expansion(self, study: Study) -> Expansion:
+        """All that is known of its jobs by now."""
+        fed = self.feed
+        return expand(study, self.score(study), () if fed is None else fed.choices)
 
     def outcome(self, job: StudyJob) -> Outcome | None:
         """How it ended; what has ended once is not read again."""
@@ -120,12 +131,15 @@ def run_study(
     if workers < 1:
         raise InputError(f"--workers {workers} is below 1")
     folder = Folder(Path(out or Path("runs") / study.name))
-    expand(study, lambda job: None)  # mistakes end here, before anything is written
+    fed = folder.feed or feed.gathered(study, folder.path, lambda s, at: Folder(at).expansion(s))
+    expand(study, lambda job: None, fed.choices)  # mistakes end here, before anything is written
     _check_chosen(study, only or {})
     check_place(folder.path)
     if ray is not None:
         cluster.check(ray)
     with _held(folder, study, resume):
+        if study.after and folder.feed is None:
+            fed.save(folder.path)
         if retry_failed:
             for job in _chosen(_expansion(study, folder).jobs, only or {}):
                 (folder.of(job) / FAILURE).unlink(missing_ok=True)
@@ -139,7 +153,7 @@ def run_study(
 
 
 def _expansion(study: Study, folder: Folder) -> Expansion:
-    return expand(study, folder.score(study))
+    return folder.expansion(study)
 
 
 def _pending(

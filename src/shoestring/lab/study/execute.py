@@ -191,13 +191,16 @@ def _profile(job: StudyJob, folder: Path, place: Place) -> None:
     import torch
 
     from ..runs.command import Call, job_of
-    from ..tasks import IMAGES
+    from ..tasks import IMAGES, is_there
     from .timelines import profiled_job, profiled_settings
 
     if job.settings.get("data", "") in ("", *IMAGES):
         made = profiled_settings({n: v for n, v in job.settings.items() if _counts(n)})
-    else:  # a text decides about vocabularies and shapes
+    elif is_there(str(job.settings["data"]), place.data_dir):  # it decides vocabularies and shapes
         made = profiled_job(job_of(Call(**arguments(job.settings), data_dir=place.data_dir)))
+    else:
+        counted = {n: v for n, v in job.settings.items() if _counts(n) and n != "data"}
+        made = {**profiled_settings(counted), "vocabularies": "the report's: no text is there"}
     with Records(folder) as records:
         records.truncate(0)
         host = provenance(torch.device("cpu"))

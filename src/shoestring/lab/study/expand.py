@@ -13,6 +13,7 @@ from typing import Any
 
 from ...errors import InputError
 from ...techniques.registry import neutral_flags
+from ..runs.defaults import usual_batch
 from .spec import MOST_RUNS, PLACES, Study, StudySearch, Values
 from .statistics import Sample, sample
 
@@ -32,7 +33,7 @@ class StudyJob:
         neutral = neutral_flags()  # what changes no bit does not make a run another one
         kept = {
             name: value
-            for name, value in self.settings.items()
+            for name, value in without_one_part(self.settings).items()
             if name not in PLACES and (name not in neutral or value != neutral[name])
         }
         text = json.dumps([self.kind, kept], sort_keys=True)
@@ -93,6 +94,15 @@ class SearchChoice:
 
 
 @dataclass(frozen=True)
+class FedChoice:
+    """What a search of another study chose where settings are these."""
+
+    study: str
+    where: Values
+    values: Values
+
+
+@dataclass(frozen=True)
 class Expansion:
     """All that is known by now: the rows only when every search has ended."""
 
@@ -107,9 +117,9 @@ Score = Callable[[StudyJob], float | None]
 """Of a job that ended: NaN where it failed, None where it has not ended."""
 
 
-def expand(study: Study, score: Score) -> Expansion:
+def expand(study: Study, score: Score, fed: Sequence[FedChoice] = ()) -> Expansion:
     """The jobs up to the first search that has not ended, or all of them with the rows."""
-    points = _points(study)
+    points = _points(study, fed)
     settings = [point.settings for point in points]
     _check_baseline(study, map(_shown, settings))
     jobs: dict[str, StudyJob] = {}
@@ -119,10 +129,11 @@ def expand(study: Study, score: Score) -> Expansion:
     for search in study.searches:
         for where in _combinations(search, settings):
             base = _trainable(study.base)
-            shared = {**base, **_apply({**base, **where}, choices), **where, **search.using}
+            here = {**base, **where}
+            shared = {**base, **_fed(here, fed), **_apply(here, choices), **where, **search.using}
             candidates = [
                 (values, _trials({**shared, **values, "split": "validation"}, search.seeds))
-                for values in product(search.over)
+                for values in search_values(search)
             ]
             if waiting:
                 later += sum(len(trials) for _, trials in candidates)
@@ -131,7 +142,12 @@ def expand(study: Study, score: Score) -> Expansion:
             choices.append(_choose(search, where, candidates, score))
         waiting = waiting or any(score(job) is None for job in jobs.values())
     rows = [
-        _row(study, point, {} if waiting else _apply(point.settings, choices)) for point in points
+        _row(
+            study,
+            point,
+            _fed(point.settings, fed) | ({} if waiting else _apply(point.settings, choices)),
+        )
+        for point in points
     ]
     row_jobs = {job.name: job for row in rows for job in row.jobs}
     total = len({**jobs, **row_jobs}) + later
@@ -139,6 +155,15 @@ def expand(study: Study, score: Score) -> Expansion:
         return Expansion(tuple(jobs.values()), (), tuple(choices), total)
     _check_baseline(study, [row.settings for row in rows], chosen=True)
     return Expansion(tuple({**jobs, **row_jobs}.values()), tuple(rows), tuple(choices), total)
+
+
+def without_one_part(settings: Mapping[str, Any]) -> Values:
+    """The settings without a microbatch that is the whole minibatch: nothing is cut."""
+    size, data = settings.get("microbatch"), settings.get("data")
+    whole = settings.get("batch") or (data and usual_batch(str(data), str(settings["model"])))
+    if not whole or size != whole:
+        return dict(settings)
+    return {n: v for n, v in settings.items() if n not in ("microbatch", "simulated")}
 
 
 def values_of(study: Study) -> dict[str, list[Any]]:
@@ -149,7 +174,7 @@ def values_of(study: Study) -> dict[str, list[Any]]:
         held += [{"seed": seed} for seed in point.seeds]
     for search in study.searches:
         held += [{"split": "validation"}, *({"seed": seed} for seed in search.seeds)]
-        held += [search.using, *product(search.over)]
+        held += [search.using, *search_values(search)]
     found: dict[str, list[Any]] = {}
     for values in held:
         for name, value in values.items():
@@ -163,6 +188,11 @@ def product(grid: Mapping[str, Any]) -> list[Values]:
     values = [v if isinstance(v, list) else [v] for v in grid.values()]
     _check_count(1, grid)
     return [dict(zip(names, point, strict=True)) for point in itertools.product(*values)]
+
+
+def search_values(search: StudySearch) -> list[Values]:
+    """All that a search tries."""
+    return [*product(search.over), *map(dict, search.also)]
 
 
 def _check_count(seeds: int, grid: Mapping[str, Any]) -> None:
@@ -226,17 +256,19 @@ class _Point:
     seeds: list[int]
 
 
-def _points(study: Study) -> list[_Point]:
+def _points(study: Study, fed: Iterable[FedChoice] = ()) -> list[_Point]:
     """What two grids share is one row."""
     found: dict[str, _Point] = {}
     searched = {name for search in study.searches for name in search.over}
+    searched |= {name for choice in fed for name in choice.values}
     for grid in study.grids:
         seeds = {**study.base, **grid}.get("seed", study.seeds)
         own = frozenset(grid) & searched
         _check_count(len(seeds) if isinstance(seeds, list) else 1, {**grid, "seed": None})
         for values in product({**grid, "seed": None}):
             whole = {n: v for n, v in {**study.base, **values}.items() if n != "seed"}
-            text = json.dumps([told_once({**neutral_flags(), **whole}), sorted(own)], default=str)
+            one = {**neutral_flags(), **without_one_part(whole)}
+            text = json.dumps([told_once(one), sorted(own)], default=str)
             point = found.setdefault(text, _Point(whole, own, []))
             new = [seeds] if isinstance(seeds, int) else seeds
             point.seeds.extend(seed for seed in new if seed not in point.seeds)
@@ -275,6 +307,15 @@ def _choose(
     return SearchChoice(
         where, best.values, tuple(tried), search, sum(c.score.n + c.failed for c in tried)
     )
+
+
+def _fed(point: Mapping[str, Any], fed: Iterable[FedChoice]) -> Values:
+    """What other studies chose for these settings."""
+    found: Values = {}
+    for choice in fed:
+        if matches(choice.where, point):
+            found.update(choice.values)
+    return found
 
 
 def _apply(point: Mapping[str, Any], choices: Iterable[SearchChoice]) -> Values:

@@ -11,6 +11,7 @@ from ... import files
 from ...errors import InputError
 from ...units import format_size, parse_size
 from .figures import figures
+from .overview import Overview, folders, overview
 from .page import page
 from .results import Results, Row, load_results
 from .tables import shown, tables, with_interval
@@ -61,6 +62,14 @@ class Report:
         said = ", ".join(f"{n} {shown(n, settings.get(n))}" for n in self.results.varied)
         size = format_size(int(self.best.quantities["counted_bytes"]))
         return f"{said}: {size}, {with_interval(self.best.score)}"
+
+
+def report_all(folder: str | Path) -> Overview:
+    """The reports of every study that a folder with an overview names, and its page."""
+    where = Path(folder)
+    for name in folders(where):
+        report(where / name)
+    return overview(where)
 
 
 def report(

@@ -10,11 +10,12 @@ from typing import Any
 
 from ...errors import InputError
 from ...techniques.registry import neutral_flags
-from .command import RUNS, SPEC, Folder, check_score, score_of
+from . import feed
+from .command import RUNS, Folder, check_score, score_of
 from .execute import Outcome
-from .expand import SearchChoice, expand, matches, told_once
+from .expand import SearchChoice, matches, told_once
 from .loose import collect
-from .spec import SCORES, Study, StudyTarget, Values, from_values, load
+from .spec import SCORES, SPEC, Study, StudyTarget, Values, from_values, load
 from .statistics import Sample, best_within, pareto_front, sample
 
 
@@ -55,6 +56,8 @@ class Results:
     """Runs that have not ended yet."""
     passed_over: tuple[str, ...] = ()
     """Files that cannot be read, and why."""
+    remarks: tuple[str, ...] = ()
+    """Of where its settings come from."""
     place: str = RUNS
     """Where in the folder the names of runs begin."""
 
@@ -125,7 +128,7 @@ def load_results(path: str | Path) -> Results:
     if not (where / SPEC).exists():
         return _loose(where)
     study, folder = load(where / SPEC, where.absolute().name), Folder(where)
-    expansion = expand(study, folder.score(study))
+    expansion = folder.expansion(study)
     outcomes = {j.name: o for j in expansion.jobs if (o := folder.outcome(j)) is not None}
     partly = [
         name
@@ -153,6 +156,7 @@ def load_results(path: str | Path) -> Results:
         outcomes,
         expansion.total - len(outcomes) - len(partly),
         tuple(f"{RUNS}/{name} is a profile that lacks something" for name in partly),
+        remarks=tuple(feed.said(folder.feed)),
     )
 
 
@@ -194,7 +198,7 @@ def _row(
     if "score" in made and found.interval is not None:
         made["interval"] = found.interval
     if profile is not None and profile.error is None:
-        made |= _counted(profile.end)
+        made |= _counted(profile.end) | _work(profile)
     real = [measured] if measured is not None and measured.error is None else []
     peaks = real or ([] if trained else ended)
     made |= _largest("measured_bytes", (run.end.get("measured_peak_bytes") for run in peaks))
@@ -218,7 +222,10 @@ _COUNTED = frozenset(
 
 
 def _counted(end: Mapping[str, Any]) -> dict[str, float]:
-    """The report's three kinds of memory at the peak, and work relative to none done twice."""
+    """The report's three kinds of memory at the peak, and work.
+
+    The ratio is to the row's own work without recomputation; a study's baseline replaces it.
+    """
     optimizer = end["gradient_bytes"] + end["optimizer_state_bytes"]
     flops = end["forward_flops"] + end["backward_flops"]
     activation = end["peak_bytes"] - end["model_bytes"] - optimizer - end["workspace_bytes"]
@@ -229,6 +236,17 @@ def _counted(end: Mapping[str, Any]) -> dict[str, float]:
         "activation_bytes": activation,
         "flops_ratio": (flops + end["recompute_flops"]) / flops if flops else 1.0,
     }
+
+
+def _work(profile: Outcome) -> dict[str, float]:
+    """FLOPs of a whole minibatch: what is counted is one pass, of a microbatch where it is cut."""
+    end, settings = profile.end, profile.job.settings
+    batch = end.get("batch")
+    if not batch:
+        return {}
+    passes = 1.0 if settings.get("simulated") else batch / (settings.get("microbatch") or batch)
+    flops = end["forward_flops"] + end["backward_flops"] + end["recompute_flops"]
+    return {"flops": flops * max(passes, 1.0)}
 
 
 def _relative(rows: Sequence[Row], baseline: Mapping[str, Any] | None) -> list[Row]:
@@ -243,6 +261,9 @@ def _relative(rows: Sequence[Row], baseline: Mapping[str, Any] | None) -> list[R
             mine, its = (r.quantities.get(f"{kind}_bytes") for r in (row, base))
             if mine and its:
                 more["reduction" if kind == "counted" else f"{kind}_reduction"] = its / mine
+        work, its = (r.quantities.get("flops") for r in (row, base))
+        if work and its:
+            more["flops_ratio"] = work / its
         if "score" in row.quantities and "score" in base.quantities:
             more["score_loss"] = base.quantities["score"] - row.quantities["score"]
         made.append(Row(**{**vars(row), "quantities": {**row.quantities, **more}}))

@@ -16,6 +16,8 @@ from ..runs.settings import check_seed
 from .kinds import at_least_one, check, known, named, or_list, positive
 
 Values = dict[str, Any]
+SPEC = "study.toml"
+"""A study's own copy of its file, in its folder."""
 
 FLAGS = {"lr": "learning_rate", "eval_every": "evaluate_every", "eval_batch": "evaluation_batch"}
 """Settings whose flag is not the name of the argument behind it."""
@@ -25,7 +27,7 @@ _ELSEWHERE = (
 """Arguments of a training that a study sets itself, or that say where it happens."""
 _PROFILED = frozenset("model input loss batch optimizer accounting device".split())
 QUANTITIES = frozenset(
-    "score interval score_loss n failed seconds flops_ratio counted_bytes measured_bytes "
+    "score interval score_loss n failed seconds flops flops_ratio counted_bytes measured_bytes "
     "predicted_bytes model_bytes optimizer_bytes activation_bytes reduction model_reduction "
     "optimizer_reduction activation_reduction measured_reduction".split()
 )
@@ -51,10 +53,11 @@ _STUDY = {
     **dict.fromkeys(("base", "baseline"), dict),
     **dict.fromkeys(("grid", "search", "target", "figure"), list[dict]),
     "seeds": list[int],
-    "columns": list[str],
+    **dict.fromkeys(("columns", "after"), list[str]),
 }
 _SEARCH = {
     **dict.fromkeys(("over", "using", "only"), dict),
+    "also": list[dict],
     "per": list[str],
     "trials": int,
     "seeds": list[int],
@@ -71,6 +74,8 @@ class StudySearch:
     """Settings to be chosen on the validation split, for each of several settings apart."""
 
     over: Mapping[str, list[Any]]
+    also: tuple[Mapping[str, Any], ...]
+    """Single combinations that are tried beside those of `over`."""
     per: tuple[str, ...]
     """The best is chosen for each combination of these that the grids have."""
     using: Mapping[str, Any]
@@ -135,6 +140,8 @@ class Study:
     threads: int
     run_seconds: float | None
     """After which a run is ended, and has failed."""
+    after: tuple[str, ...]
+    """Studies beside this one whose searches chose for it."""
     text: str = field(repr=False)
 
 
@@ -205,6 +212,7 @@ def from_values(given: Values, text: str, name: str) -> Study:
         measure=given.get("measure", True),
         threads=at_least_one("threads", given.get("threads", 1)),
         run_seconds=positive("run_seconds", given.get("run_seconds")),
+        after=tuple(_file_name(name, "after") for name in given.get("after", ())),
         text=text,
     )
 
@@ -289,11 +297,15 @@ def _search(given: Values, seeds: tuple[int, ...], settled: set[str]) -> StudySe
     over = _settings(given.get("over", {}), "train", "search.over", lists=True)
     if not over or not all(isinstance(values, list) for values in over.values()):
         raise InputError("a search is over lists of values", hint="over = {lr = [0.05, 0.1]}")
+    also = tuple(_settings(one, "train", "search.also") for one in given.get("also", ()))
+    for one in also:
+        named(one, over, "[[search]] also")
     only = _flat(given.get("only", {}))
     named(given.get("per", ()), settled, "[[search]] per")
     named(only, settled, "[[search]] only")
     return StudySearch(
         over=over,
+        also=also,
         per=tuple(given.get("per", ())),
         using=_settings(given.get("using", {}), "train", "search.using"),
         only=only,

@@ -23,6 +23,7 @@ HEADS = {
     "optimizer_reduction": "optimizer reduction",
     "activation_reduction": "activation reduction",
     "measured_reduction": "measured reduction",
+    "flops": "GFLOPs",
     "flops_ratio": "FLOPs ratio",
     "score_loss": "loss to baseline",
     "seconds": "seconds",
@@ -125,6 +126,8 @@ def shown(name: str, value: Any) -> str:
         return f"{value / 1e6:.2f}" if value < 1e7 else f"{value / 1e6:.1f}"
     if name.endswith("reduction"):
         return f"{value:.1f}×"
+    if name == "flops":
+        return f"{value / 1e9:.1f}"
     if name == "flops_ratio":
         return f"{value:.3f}"
     if name in ("score", "interval", "score_loss"):
@@ -137,7 +140,7 @@ def shown(name: str, value: Any) -> str:
 
 
 def with_interval(score: Sample) -> str:
-    """Mean ± 1.96 standard errors (n), as the report writes it but with n."""
+    """Mean ± half of its 95% interval (n)."""
     if score.mean is None:
         return "–"
     interval = "" if score.interval is None else f" ± {score.interval:.2f}"
@@ -163,7 +166,7 @@ def columns_of(results: Results) -> list[str]:
         return list(results.study.columns)
     likely = ("counted_bytes", "measured_bytes", "reduction", "flops_ratio", "score")
     found = [n for n in likely if any(n in row.quantities for row in results.rows)]
-    again = any(row.quantities.get("flops_ratio", 1) > 1 for row in results.rows)
+    again = any(row.quantities.get("flops_ratio", 1) > 1.0005 for row in results.rows)
     return [n for n in found if n != "flops_ratio" or again]
 
 
@@ -192,18 +195,25 @@ def main_table(results: Results) -> Table:
             cell += [_score(row) if column == "score" else shown(column, value)]
             cell += [text] if has else []
         cells.append(tuple(cell))
-    notes = (
-        [f"Mean ± 1.96 standard errors of n runs ({study.score})."] if "score" in columns else []
-    )
+    notes = _intervals(results, targets) if "score" in columns else []
     notes += _marked(results.rows) if "score" in columns else []
     notes += _state(results)
     sources = tuple(map(results.runs_of, results.rows))
     return Table("table", study.title, tuple(heads), tuple(cells), sources, tuple(notes))
 
 
+def _intervals(results: Results, targets: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What stands behind the signs, in our column and in the source's."""
+    ours = "Mean ± half of its 95% interval over n runs, by Student's t below n = 10"
+    notes = [f"{ours} ({results.study.score})."]
+    if any("interval" in said for said in targets):
+        notes.append("Behind ± in the report's column: 1.96 standard errors, as it computes them.")
+    return notes
+
+
 def _state(results: Results) -> list[str]:
     """What is not in the numbers."""
-    notes = []
+    notes = list(results.remarks)
     if results.missing:
         verb = "has" if results.missing == 1 else "have"
         notes.append(f"{plural(results.missing, 'run')} {verb} not finished.")

@@ -21,11 +21,11 @@ SHAPE = (3, 32, 32)
 TEXTS = ("number_words", "multi30k", "iwslt14", "europarl160k")
 NAMES = (*IMAGES, *TEXTS)
 SPLITS = ("test", "validation")
-_INSIDE = {"iwslt14": ("iwslt14.tokenized.de-en",)}
+_INSIDE = {"iwslt14": ("iwslt14.tokenized.de-en", "iwslt14/de-en", "de-en", "orig/de-en")}
 
 __all__ = [
-    "IMAGES", "NAMES", "SHAPE", "SPLITS", "TEXTS", "ImageTask", "TextTask", "load_images",
-    "load_task", "load_text",
+    "IMAGES", "NAMES", "SHAPE", "SPLITS", "TEXTS", "ImageTask", "TextTask", "is_there",
+    "load_images", "load_task", "load_text",
 ]  # fmt: skip
 
 
@@ -93,6 +93,16 @@ def load_text(
     where = _text_folder(name, folder)
     name = where.name or where.resolve().name  # the folder one is in
     return text_in(where, name, merges=merges, languages=languages)
+
+
+def is_there(name: str, folder: str | Path | None) -> bool:
+    """Whether a text can be read: it is made here, or its folder is there."""
+    try:
+        return name == "number_words" or bool(_text_folder(name, folder))
+    except InputError:
+        if name in TEXTS:
+            return False
+        raise
 
 
 def _text_folder(name: str, folder: str | Path | None) -> Path:

@@ -18,6 +18,7 @@ import numpy as np
 
 from ... import files
 from ...errors import InputError, first_line
+from . import iwslt14
 from .bpe import Sentences, Vocabulary, merges_in
 from .corpus import Corpus, read_corpus
 from .text import LONGEST, TextTask, encoded
@@ -56,14 +57,19 @@ def text_in(
         _check_same(task, folder, merges, languages)
         return task
     merges = MERGES if merges is None else merges
-    corpus = read_corpus(folder, name, languages)
-    inside = f"prepared-{merges}-{_key(corpus, merges, longest)}"
+    raw = iwslt14.is_raw(folder)
+    if raw and languages not in (None, "de-en"):
+        raise InputError(f"{folder} is IWSLT'14 from German to English, not {languages}")
+    corpus = None if raw else read_corpus(folder, name, languages)
+    key = _key(corpus, merges, longest) if corpus is not None else iwslt14.raw_key(folder)
+    inside = f"prepared-{merges}-{key}"
     places = [folder / inside, cache_folder() / f"{name}-{inside}"]
     if not folder.stat().st_mode & 0o222:  # nobody is to write there, an administrator neither
         places.pop(0)
     for place in places:
         if is_prepared(place):
             return load(place)
+    corpus = corpus or iwslt14.raw_corpus(folder, name)
     task = encoded(corpus, merges=merges, longest=longest)
     for place in places:
         try:

@@ -11,7 +11,7 @@ from .bpe import Pieces, Sentences, Vocabulary, learn, merges_in
 from .corpus import Corpus, Pairs, Remarks, is_split, joined
 
 LONGEST = 250
-"""Pieces of a sentence, its end counted, that is trained on: the report's single longest one."""
+"""Pieces of a sentence, its end counted, that is trained on: the report's microbatch."""
 
 Sides = tuple[Sentences, Sentences]
 """Source and target."""

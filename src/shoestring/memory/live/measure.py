@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from ...trace.fakes import (
 from ...trace.graph import Phase, Role
 from ...trace.recorder import Recorder
 from ...trace.untouched import Untouched, hooks_of
+from ..cpu_scratch import scratch_bytes
 
 Optimizer = torch.optim.Optimizer
 
@@ -36,6 +37,8 @@ class Measurement:
     peak_bytes: int
     bytes_by_role: dict[str, int]
     """What was live at the peak, by role; the sum is the peak."""
+    scratch_bytes: int = 0
+    """On the CPU, what kernels take beside tensors at most, by rule (`memory.cpu_scratch`)."""
 
 
 def measure(
@@ -198,8 +201,22 @@ def track(
         if record.born <= instant and (record.died is None or record.died > instant):
             role = roles.get(record.index) or role_by_life(record, backward_start)
             bytes_by_role[role] += record.nbytes
-    bytes_by_role[Role.INPUT] -= _unseen_bytes(batch)
-    return _report("cpu", bytes_by_role)
+    unseen = _unseen_bytes(batch)
+    bytes_by_role[Role.INPUT] -= unseen
+    found = _report("cpu", bytes_by_role)
+    return replace(found, scratch_bytes=_scratch_above(recorder, found.peak_bytes + unseen))
+
+
+def _scratch_above(recorder: Recorder, peak_bytes: int) -> int:
+    """What kernels add to the peak: their scratch, on top of what is there when they run."""
+    deltas = np.zeros(len(recorder.ops) + 2, dtype=np.int64)
+    for record in recorder.storages:
+        deltas[max(record.birth, 0)] += record.nbytes
+        if record.death is not None:
+            deltas[record.death] -= record.nbytes
+    totals = deltas.cumsum()
+    above = (int(totals[op.index]) + scratch_bytes(op) for op in recorder.ops)
+    return max(max(above, default=0) - peak_bytes, 0)
 
 
 def _unseen_bytes(batch: Any) -> int:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, ClassVar, Self
 
+import torch
 from torch import nn
 
 from ...errors import InputError, NoEffectWarning
@@ -19,7 +21,7 @@ from ...trace.blocks import block_paths
 from ...trace.graph import Trace
 from ..base import Flag, Setup, Technique
 from ..batch_norm import lean_batch_norm
-from ..offers import Context
+from ..offers import Context, Offer
 from ..registry import register
 from .caches import caches_off, without_caches
 from .scheduler import BlockScheduler, summary
@@ -115,6 +117,26 @@ class Checkpointing(Technique):
         return super().told_by_flags() | {"schedule"}
 
     @classmethod
+    def offers_untraced(cls, model: nn.Module) -> Iterable[Offer]:
+        """The first half of the repeated blocks, each of them, and regions of several."""
+        paths = block_paths(model)
+        count = len(paths)
+        several = math.isqrt(count)
+        tried: dict[tuple[Item, ...], float] = {}
+        if count > 1:
+            half = count // 2
+            tried[(*((("keep",),) * half), *(("keep",) * (count - half)))] = half / count
+        if count:
+            tried[(("keep",),) * count] = 1.0
+        if several > 1:
+            starts = range(0, count, several)
+            tried[tuple(("keep",) * min(several, count - s) for s in starts)] = 1.0
+        for items, share in tried.items():
+            made = cls.of(items, paths)
+            shown, why = made.describe()
+            yield Offer(made, why, shown=shown, recomputed=share)
+
+    @classmethod
     def scheduler(cls, context: Context) -> BlockScheduler:
         """Finds the schedule for any room."""
         return BlockScheduler(context, cls.of, cls)
@@ -133,6 +155,11 @@ class Checkpointing(Technique):
     def predict(self, trace: Trace) -> Trace:
         """The schedule of the backward pass changes; sizes do not."""
         return replace(trace, checkpoint=self._text, checkpoint_blocks=self.blocks)
+
+    def untraced_bytes(self, device: str) -> int:
+        """On the CPU: the state of the random generator, which every region of a schedule keeps."""
+        kept = sum(map(_random_states, read(self.schedule))) if self.schedule else 0
+        return kept * torch.get_rng_state().nbytes if device == "cpu" else 0
 
     def check(self, setup: Setup) -> None:
         """The blocks must be there, as many as the schedule is for."""
@@ -213,3 +240,11 @@ class Checkpointing(Technique):
         return tuple(
             (("cheap",),) * len(group) if len(group) > 1 else ("cheap",) for group in groups
         )
+
+
+def _random_states(item: Item, *, inside: bool = False) -> int:
+    """How often a region and those within keep one; one of several blocks twice (`run_first`)."""
+    if isinstance(item, str):
+        return 0
+    again = 1 if leaves(item) > 1 and not inside else 0
+    return 1 + again + sum(_random_states(one, inside=True) for one in item)

@@ -12,7 +12,7 @@ from functools import cached_property
 
 from ...errors import InputError, TraceError
 from ...memory.device import device_timeline
-from ...memory.items import Item, leaves
+from ...memory.items import Item, leaves, read
 from ...memory.timeline import resident_bytes
 from ...memory.work import Work, work_of_passes
 from ...trace.graph import Role, Trace
@@ -22,7 +22,7 @@ from ..plan import Plan
 from .adapt import adapted
 from .block_chain import estimate_chain
 from .solve import front, solve
-from .stages import Chain, Schedule
+from .stages import Chain, Schedule, evaluate
 
 _NAMED = ("no-bn", "every-2", "every-4", "every-8", "every-16", "every-32")
 """Ways to checkpoint a model without repeated blocks; the first recomputes no module."""
@@ -105,6 +105,15 @@ class BlockScheduler:
             return sorted((self._by_way(at, w) for w in self._ways), key=lambda s: s.peak_bytes)
         found = front(adapted(self._chain, at), at.cost)
         return [self._scheduled(at, s) for s in found if _runs(s)]
+
+    def peak_bytes(self, at: Conditions, technique: Technique | None) -> int:
+        """Of a schedule that it found before."""
+        if self._chain is None:
+            ways = [w for w in self._ways if w.technique == technique]
+            return self._by_way(at, ways[0]).peak_bytes
+        text = [] if technique is None else technique.to_dict()["schedule"]
+        items = read(text) if text else ("keep",) * len(self._chain.blocks)
+        return evaluate(adapted(self._chain, at), items, at.cost).peak_bytes
 
     def ways(self) -> Iterable[Technique]:
         """The report's strategies, and schedules along the front of the model's chain."""

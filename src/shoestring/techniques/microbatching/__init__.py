@@ -26,8 +26,9 @@ from .simulate import GroupedNormalization
 
 _PARTS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024)
 _LOSSES = ((8, 0.1), (4, 0.8), (2, 3.0), (1, 10.0))
-"""Points of accuracy lost when BatchNorm sees so many examples: from 4 on the report's study of
-microbatches, WRN-28-2 on CIFAR-10; 2 and 1 continue it. They order plans and promise nothing."""
+"""Points of accuracy lost when BatchNorm sees so many examples, WRN-28-2 on CIFAR-10: 10 and 4 from
+the report's Table 2; 8, 2 and 1 are our guesses, it gives no number for them. They order plans and
+promise nothing."""
 
 
 @register

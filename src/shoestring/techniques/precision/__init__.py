@@ -42,6 +42,7 @@ class Precision(Technique):
 
     name: ClassVar[str] = "precision"
     order: ClassVar[int] = 20
+    updates_on_device: ClassVar[bool] = True
     flags: ClassVar[tuple[Flag, ...]] = (
         Flag("precision", "kind", str, "fp32, fp16 or bf16.", neutral="fp32"),
     )
@@ -80,6 +81,11 @@ class Precision(Technique):
     def input_dtype(self) -> torch.dtype:
         """Its type."""
         return _TYPES[self.kind]
+
+    @property
+    def scales_loss(self) -> bool:
+        """FP16's range needs it."""
+        return self.kind == "fp16"
 
     def short(self) -> str:
         """The type."""

@@ -21,6 +21,10 @@ class PrecisionState:
         own = {} if self.scale is None else self.scale.state_dict()
         return {**own, **self.noise.state_dict()}
 
+    def counts(self) -> dict[str, int]:
+        """For a run's records; waits for the device."""
+        return {} if self.scale is None else {"skipped_updates": int(self.scale.skipped_steps)}
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there."""
         if self.scale is not None:

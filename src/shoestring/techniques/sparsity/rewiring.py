@@ -24,7 +24,7 @@ METHODS = ("dsr", "set", "static")
 def is_due(step: int, schedule: Schedule, frequency_multiplier: float) -> bool:
     """Whether update `step`, counted from 1, is followed by a rewiring."""
     for until, every in schedule:
-        if step <= until:
+        if step <= until and frequency_multiplier:
             return step % max(1, round(every / frequency_multiplier)) == 0
     return False
 
@@ -147,6 +147,10 @@ class Rewiring:
             "rewirings": self.rewirings,
             "rewired": self.rewired,
         }
+
+    def counts(self) -> dict[str, int]:
+        """For a run's records."""
+        return {"rewirings": self.rewirings, "rewired_weights": self.rewired}
 
     def check_state(self, state: dict[str, Any]) -> None:
         """InputError for a state with more or fewer nonzeros: it is of another density.

@@ -1,0 +1,102 @@
+"""What CUDA's allocator takes from the card: more than is ever allocated at once.
+
+Freed blocks lie between others, and a request that fits into none of them takes new pages. So a
+step is replayed through the simulated allocator with expandable segments, as a step under a budget
+runs: as the first step, which makes the optimizer's state, once more, and then as it is captured as
+a CUDA graph, whose memory is a pool of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..trace.graph import Role, Trace
+from .cuda.allocator import ExpandableAllocator
+from .cuda.cudnn import ConvolutionTable
+from .device import Replay
+
+
+@dataclass(frozen=True)
+class Reserved:
+    """Bytes reserved at most, by the way the step runs."""
+
+    eager_bytes: int
+    captured_bytes: int
+    """From the capture on; the two eager steps before it are held to this."""
+
+
+def reserved(
+    trace: Trace,
+    state: Sequence[int] = (),
+    passing_bytes: int = 0,
+    *,
+    state_first: bool = False,
+    rest: float = 0.0,
+    limit_bytes: int | None = None,
+) -> Reserved:
+    """For the passes of a step, an update that keeps tensors of these sizes and needs some more.
+
+    `state_first`: those tensors are made before the first pass. `rest`: the share of a part that
+    the last, smaller one of a minibatch is. `limit_bytes`: what steps are held to that run before
+    the capture.
+    """
+    eager = _Eager(trace, state, passing_bytes, state_first, rest, None).steps()
+    first = _Eager(trace, state, passing_bytes, state_first, rest, limit_bytes)
+    main = first.steps()
+    first.replay.drop_workspaces()
+    for storage in trace.storages:
+        if storage.role is Role.INPUT and storage.birth < 0:  # a graph has a copy of the batch
+            main.allocate(storage.nbytes)
+    main.empty_cache()
+    own = ExpandableAllocator()
+    captured = Replay(trace, ConvolutionTable.shipped(), own)
+    outside = own.reserved_bytes  # parameters and the like are not in the graph's pool
+
+    def update() -> None:
+        own.free(own.allocate(passing_bytes))
+
+    captured.step(captured.workspaces, [], update)
+    if rest:
+        captured.step((), [], share=rest)
+    pool = main.reserved_bytes + own.reserved_bytes - outside
+    return Reserved(eager.peak_reserved_bytes, max(pool, main.peak_reserved_bytes))
+
+
+class _Eager:
+    """The first two steps."""
+
+    def __init__(
+        self,
+        trace: Trace,
+        state: Sequence[int],
+        passing_bytes: int,
+        state_first: bool,
+        rest: float,
+        limit_bytes: int | None,
+    ) -> None:
+        self._allocator = ExpandableAllocator(limit_bytes)
+        self.replay = Replay(trace, ConvolutionTable.shipped(), self._allocator)
+        self._passing_bytes, self._rest = passing_bytes, rest
+        self._state = () if state_first else state
+        for nbytes in state if state_first else ():
+            self._allocator.allocate(nbytes)
+
+    def steps(self) -> ExpandableAllocator:
+        """Run both."""
+        replay = self.replay
+        for number in range(2):
+            first = number == 0
+            kept, held = (replay.workspaces, replay.state) if first else ((), [])
+            if self._rest:
+                replay.step(kept, [])
+                replay.step((), held, lambda first=first: self._update(first), self._rest)  # type: ignore[misc]
+            else:
+                replay.step(kept, held, lambda first=first: self._update(first))  # type: ignore[misc]
+        return self._allocator
+
+    def _update(self, first: bool) -> None:
+        if first:
+            for nbytes in self._state:
+                self._allocator.allocate(nbytes)
+        self._allocator.free(self._allocator.allocate(self._passing_bytes))

@@ -1,0 +1,161 @@
+"""FusedUpdate: the optimizer's update as one kernel, without a copy of the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from ...errors import InputError
+from ...trace.fakes import is_fake
+from ..base import Setup, Technique
+from ..claims import MOVED, Circumstances, Claim, Level
+from ..offers import Context, Offer
+from ..registry import register
+
+_FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+_COUNTS_STEPS = (torch.optim.Adam, torch.optim.AdamW)
+
+
+@register
+@dataclass(frozen=True)
+class FusedUpdate(Technique):
+    """Let PyTorch's fused kernel update SGD, Adam or AdamW.
+
+    On CUDA an optimizer that was given no choice takes all tensors together and makes a copy of
+    each on the way. The fused kernel makes none, and Adam counts its steps on the device, so that
+    the whole training step can be one CUDA graph.
+    """
+
+    name: ClassVar[str] = "fused_update"
+    order: ClassVar[int] = 25
+    addable: ClassVar[bool] = True
+    updates_on_device: ClassVar[bool] = True
+    state_first: ClassVar[bool] = True
+
+    def short(self) -> str:
+        """Its name."""
+        return "fused update"
+
+    def describe(self) -> tuple[str, str]:
+        """One kernel."""
+        return "fused", _WHY
+
+    def check(self, setup: Setup) -> None:
+        """Only optimizers that have such a kernel, and leave the choice open."""
+        optimizer = setup.optimizer
+        name = type(optimizer).__name__
+        if type(optimizer) not in _FUSED:
+            raise InputError(f"{name} has no fused update", hint="SGD, Adam and AdamW have one")
+        for group in optimizer.param_groups:
+            if group.get("foreach") or group.get("differentiable"):
+                asked = "foreach" if group.get("foreach") else "differentiable"
+                raise InputError(
+                    f"{name} was made with {asked}=True", hint=f"leave {asked} out, or fused_update"
+                )
+            if any(p.is_complex() or p.is_sparse for p in group["params"]):
+                raise InputError(f"{name} has no fused update of complex or sparse parameters")
+
+    def apply(self, setup: Setup) -> None:
+        """Switch the optimizer over, and again whenever a state was loaded that knows nothing."""
+        if setup.update_on_device:  # another technique has put its own update there
+            return
+        optimizer, update, run = setup.optimizer, setup.update, setup.run
+        before = [{k: group.get(k) for k in _SWITCHES} for group in optimizer.param_groups]
+        switch(optimizer)
+        early: list[torch.Tensor] = []
+        started = False
+
+        def after_state(batch: Any) -> torch.Tensor:
+            nonlocal started
+            if not started:
+                started = True
+                early.extend(make_state(optimizer))
+            return run(batch)
+
+        def fused() -> None:
+            switch(optimizer)
+            for parameter in early:  # one without a gradient has no state in plain training
+                if parameter.grad is None:
+                    optimizer.state.pop(parameter, None)
+            early.clear()
+            update()
+
+        def undo() -> None:
+            for group, values in zip(optimizer.param_groups, before, strict=True):
+                group.update({k: v for k, v in values.items() if k in group})
+            _place_counts(optimizer)
+
+        setup.update, setup.run = fused, after_state
+        setup.undo.append(undo)
+
+    @classmethod
+    def offers(cls, context: Context) -> Iterable[Offer]:
+        """On CUDA, where updates make copies otherwise."""
+        groups = context.optimizer.param_groups
+        already = all(g.get("fused") and g.get("capturable", True) for g in groups)
+        if context.device == "cuda" and context.accounting == "device" and not already:
+            yield Offer(cls(), _WHY, dominates=True)
+
+    def claims(self, at: Circumstances) -> Iterable[Claim]:
+        """The same formula, rounded elsewhere."""
+        level = Level.ROUNDING
+        yield Claim(level, "the fused kernel rounds less often", MOVED)
+
+
+_WHY = "one kernel instead of copies of all parameters; can be part of a CUDA graph"
+_SWITCHES = ("fused", "foreach", "capturable")
+
+
+def switch(optimizer: torch.optim.Optimizer) -> None:
+    """Fused from now on; counts of steps go to the device."""
+    moved = False
+    for group in optimizer.param_groups:
+        on_cuda = bool(group["params"]) and group["params"][0].is_cuda
+        wanted = {"fused": True, "foreach": False}
+        if "capturable" in group:
+            wanted["capturable"] = on_cuda
+        if any(group.get(k) != v for k, v in wanted.items()):
+            group.update(wanted)
+            moved = True
+    if moved:
+        _place_counts(optimizer)
+
+
+@torch.no_grad()
+def make_state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Adam's state, before any activations are there; the parameters that got one.
+
+    Made by the first update it would lie in the gaps that activations left, and keep them apart for
+    the whole training.
+    """
+    made: list[torch.Tensor] = []
+    if type(optimizer) not in _COUNTS_STEPS:
+        return made
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            bare = parameter.requires_grad and not optimizer.state.get(parameter)
+            if not bare or not parameter.is_cuda or is_fake(parameter):
+                continue
+            state = optimizer.state[parameter]
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            names = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] * bool(group["amsgrad"]))]
+            for name in names:
+                state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            made.append(parameter)
+    return made
+
+
+def _place_counts(optimizer: torch.optim.Optimizer) -> None:
+    """Adam's counts of steps where its settings want them."""
+    if not isinstance(optimizer, _COUNTS_STEPS):
+        return
+    for group in optimizer.param_groups:
+        there = bool(group.get("fused") or group.get("capturable"))
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            count = state.get("step")
+            if isinstance(count, torch.Tensor):
+                state["step"] = count.to(parameter.device if there else "cpu", torch.float32)

@@ -1,0 +1,90 @@
+"""Records, the pages made of them, and what README says of them agree."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from shoestring.lab.study.overview import PAGE, folders, overview
+from shoestring.lab.study.results import load_results
+from shoestring.lab.study.tables import shown, with_interval
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "results"
+README = (ROOT / "README.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def cifar10():
+    return load_results(RESULTS / "cifar10").rows
+
+
+def test_the_page_of_all_comes_from_the_records(tmp_path):
+    shutil.copytree(RESULTS, tmp_path / "results", ignore=shutil.ignore_patterns("*.md", "report"))
+    made = overview(tmp_path / "results")
+    assert made.text == (RESULTS / PAGE).read_text()
+
+
+def test_every_study_folder_is_in_the_overview():
+    there = {path.parent.relative_to(RESULTS).as_posix() for path in RESULTS.rglob("study.toml")}
+    assert there == set(folders(RESULTS))
+
+
+def test_flops_are_relative_to_the_baselines_minibatch():
+    """The report's arrows: sparsity takes less, microbatches as many, checkpoints more."""
+    rows = load_results(RESULTS / "paper" / "techniques").rows
+    ratio = {row.settings["technique"]: row.quantities["flops_ratio"] for row in rows}
+    assert ratio["none"] == ratio["low precision"] == 1
+    assert 0.3 < ratio["sparsity"] < 0.31
+    assert ratio["microbatching"] == pytest.approx(1, abs=1e-6)
+    assert 1.3 < ratio["checkpointing"] < 1.32
+
+
+def test_accuracies_in_the_readme_are_those_of_the_records(cifar10):
+    """Its table has the rows of results/cifar10 in their order: memory, accuracy and the rest."""
+    table = README.partition("## What they cost in accuracy")[2].partition("\n\n\\*")[0]
+    lines = [line for line in table.splitlines() if re.match(r"\| fp(16|32) ", line)]
+    assert len(lines) == len(cifar10)
+    for line, row in zip(lines, cifar10, strict=True):
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        names = ("precision", "density", "checkpoint", "microbatch")
+        assert cells[:4] == [shown(n, row.settings.get(n)) for n in names], line
+        sizes = [shown(n, row.quantities[n]) for n in ("counted_bytes", "measured_bytes")]
+        assert cells[4:6] == sizes, line
+        assert cells[6].removesuffix(" *") == with_interval(row.score), line
+
+
+def test_bleu_in_the_readme_is_that_of_the_records():
+    text = " ".join(README.split())
+    held = load_results(RESULTS / "translation" / "multi30k").rows
+    multi30k = {row.settings["precision"]: row for row in held}
+    for precision, words in (("fp16", "in FP16"), ("fp32", "in FP32")):
+        assert multi30k[precision].score.n == 3
+        assert re.search(rf"{multi30k[precision].score.mean:.2f} (BLEU )?{words}", text), precision
+    rows = load_results(RESULTS / "translation" / "europarl").rows
+    told = text.partition("on Europarl, 20,000 updates")[2][:300]
+    for row in rows:
+        if row.score.mean is not None:
+            assert f"{row.score.mean:.2f}" in told, (row.settings, row.score.mean)
+
+
+def test_executed_rows_in_the_readme_are_those_of_their_record():
+    """Bytes, milliseconds, and how many times less."""
+    text = " ".join(README.split())
+    record = json.loads((ROOT / "benchmarks/results/measured_memory_h200.json").read_text())
+    rows = {row["name"].partition(",")[0]: row for row in record["rows"]}
+    names = [("1", 100), ("1", 10), ("0.3", 10), ("0.2", 10), ("0.2", 4), ("0.1", 4)]
+    planned = [rows[f"density {density} microbatch {size}"] for density, size in names]
+    plain = [row for row in record["rows"] if row["name"].startswith("plain FP32")]
+    sizes = [f"{row['peak_bytes'] / 1e6:.1f}" for row in (plain[0], *planned)]
+    assert f"{', '.join(sizes[:-1])} and {sizes[-1]} MB" in text
+    eager = sum(row["milliseconds"] for row in plain) / len(plain)
+    times = [f"{eager:.1f}", *(f"{row['milliseconds']:.1f}" for row in planned)]
+    assert f"{', '.join(times[:-1])} and {times[-1]} ms" in text
+    less = plain[0]["peak_bytes"] / planned[2]["peak_bytes"]
+    assert f"{less:.0f} times less executed" in text
+    translation = [r for r in record["rows"] if r["name"].startswith("dc-transformer")]
+    less = translation[0]["peak_bytes"] / translation[1]["peak_bytes"]
+    assert f"{less:.1f} times less executed" in text
