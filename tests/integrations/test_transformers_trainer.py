@@ -266,3 +266,9 @@ def test_on_two_ranks_of_torchrun(tmp_path: Path) -> None:
         text=True,
     )  # fmt: skip
     assert "world of 2: all the same" in done.stdout, done.stderr[-3000:]
+
+
+def test_updates_within_the_backward_pass_are_not_a_trainers(tmp_path: Path) -> None:
+    release = ss.Plan.from_dict({"gradient_release": {}})
+    with pytest.raises(ss.InputError, match="updates after the backward pass"):
+        trained(BudgetTrainer, tmp_path, plan=release)
