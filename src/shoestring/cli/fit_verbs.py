@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ..errors import InputError
+from ..errors import InputError, VerificationError
 from ..progress import working
 from .options import AsJson, Dtype, Lora, Quantize, Tokens, json_line
 
@@ -17,6 +17,13 @@ CARDS_EXAMPLES = """Examples:
 `shoestring cards timm:vit_large_patch16_224 --batch 32 --html cards.html`
 
 `shoestring cards hf:./qwen --card 24 --card 48 --json`
+"""
+
+CHECK_EXAMPLES = """Examples:
+
+`shoestring check memory.toml --update` writes memory.baseline.json
+
+`shoestring check memory.toml` fails where a peak has risen since
 """
 
 Configuration = Annotated[
@@ -55,3 +62,29 @@ def cards(
         if html is not None:
             write(html, found.html().encode())
     typer.echo(json_line(found.as_dict()) if as_json else str(found))
+
+
+def check(
+    file: Annotated[str, typer.Argument(help="TOML, one table a check: model, input, budget, …")],
+    update: Annotated[
+        bool, typer.Option("--update", help="Accept the peaks of now as the baseline.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Fail where the predicted peak of a model has risen: memory in CI, on a CPU."""
+    with working(f"checking {file}"):
+        from pathlib import Path
+
+        from ..lab.checks import check_file
+
+        found = check_file(Path(file), update=update)
+    if as_json:
+        typer.echo(json_line([{**vars(one), "failure": one.failure} for one in found]))
+    else:
+        typer.echo("\n".join(map(str, found)))
+    failed = [one for one in found if one.failure is not None]
+    if failed and not update:
+        raise VerificationError(
+            f"{failed[0].name}: {failed[0].failure}",
+            hint="if it is meant: shoestring check --update",
+        )
