@@ -141,9 +141,9 @@ class _Request:
             )
             with named_failures(recorder), asked, mode, outside, kernels:
                 step = apply_alone(Plan.of(plan), twin, updates, loss=loss)
+                capturable = self._becomes_a_graph(step._setup)
                 if device == "cuda":
                     default_to_foreach(updates)
-                capturable = self._becomes_a_graph(step._setup)
                 if capturable and captured:
                     outside.stop_asking()
                 if size is not None:

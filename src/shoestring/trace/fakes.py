@@ -248,10 +248,16 @@ def check_optimizer(optimizer: Any) -> None:
 
 
 def default_to_foreach(optimizer: torch.optim.Optimizer) -> None:
-    """On CUDA an optimizer with no choice made runs over all tensors at once."""
+    """On CUDA an optimizer with no choice made runs over all tensors at once.
+
+    One that is capturable refuses to run on fake tensors, which are on no CUDA device; the same
+    update without it takes as much memory, but for counts of steps, which stay on the device.
+    """
     for group in optimizer.param_groups:
         if "foreach" in group and group["foreach"] is None and not group.get("fused"):
             group["foreach"] = True
+        if group.get("capturable") and not group.get("fused"):
+            group["capturable"], group["counts_on_device"] = False, True
 
 
 @contextmanager
