@@ -1,4 +1,4 @@
-"""Memory and time of the levers beside recomputation: chunked loss, 8-bit state, all together.
+"""Memory and time of levers beside recomputation: chunked loss, 8-bit state, released gradients.
 
     python benchmarks/levers.py                          # on one GPU, all rows
     python benchmarks/levers.py --only 1b --only update  # rows whose name contains one of these
@@ -46,13 +46,16 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 GC = "gc"
+ALL = (ss.Checkpointing("residual-1"), ss.ChunkedLoss(), ss.GradientRelease())
 PLANS: dict[str, tuple[ss.Technique, ...]] = {
     GC: (),
     "recomputed": (ss.Checkpointing("residual-1"),),
     "+ chunked loss": (ss.Checkpointing("residual-1"), ss.ChunkedLoss()),
     "+ 8-bit state": (ss.Checkpointing("residual-1"), ss.OptimizerState(8)),
     "+ both": (ss.Checkpointing("residual-1"), ss.ChunkedLoss(), ss.OptimizerState(8)),
-    "+ both, 4-bit": (ss.Checkpointing("residual-1"), ss.ChunkedLoss(), ss.OptimizerState(4)),
+    "+ released": (ss.Checkpointing("residual-1"), ss.GradientRelease()),
+    "all": (*ALL, ss.OptimizerState(8)),
+    "all, 4-bit": (*ALL, ss.OptimizerState(4)),
 }
 
 

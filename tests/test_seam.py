@@ -22,6 +22,7 @@ OURS = (
     "fused_update",
     "chunked_loss",
     "optimizer_state",
+    "gradient_release",
 )
 
 

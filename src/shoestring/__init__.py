@@ -24,6 +24,7 @@ from .planning.fit import fit
 from .planning.planner import plan
 from .planning.result import BudgetPlan, Choice, FrontPoint
 from .step.apply import apply
+from .step.clipping import Clip
 from .step.profiling import profile
 from .step.shares import Parallel
 from .step.step import Step
@@ -31,6 +32,7 @@ from .techniques import (
     Checkpointing,
     ChunkedLoss,
     FusedUpdate,
+    GradientRelease,
     Microbatching,
     OptimizerState,
     Precision,
@@ -52,9 +54,11 @@ __all__ = [
     "Checkpointing",
     "Choice",
     "ChunkedLoss",
+    "Clip",
     "Comparison",
     "FrontPoint",
     "FusedUpdate",
+    "GradientRelease",
     "InputError",
     "Level",
     "Measurement",

@@ -66,9 +66,9 @@ def format_count(count: int) -> str:
     return f"{count:,}"
 
 
-def plural(count: int, noun: str) -> str:
-    """A count with its noun: '1 run', '2 runs'."""
-    return f"{format_count(count)} {noun}{'' if count == 1 else 's'}"
+def plural(count: int, noun: str, several: str | None = None) -> str:
+    """A count with its noun: '1 run', '2 runs'; `several` where an s does not make it."""
+    return f"{format_count(count)} {noun if count == 1 else several or noun + 's'}"
 
 
 def format_flops(flops: int, digits: int = 1) -> str:

@@ -28,6 +28,7 @@ from step.two_ranks import (
     STEPS,
     batches,
     channels_last,
+    clipped,
     make,
     results,
     together,
@@ -97,6 +98,18 @@ def assert_same(expected: dict[str, Any], given: dict[str, Any], tolerance: floa
         assert a.keys() == b.keys()
         assert all(a[k].shape == b[k].shape for k in a)
         assert relative_error([(a[k], b[k]) for k in a]) < tolerance, part.__name__
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["microbatched", "fp16"])
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_two_ranks_clip_to_the_norm_of_all_gradients(
+    found: list[Any], parallel: str, plan: str
+) -> None:
+    first, second = (result[f"clipped {parallel} {plan}"] for result in found)
+    assert first["losses"] == second["losses"]
+    assert min(first["losses"]) > 0.05
+    assert_same(clipped(None, plan), first, ROUNDING.get(plan, 1e-4) * 4)
 
 
 @pytest.mark.slow

@@ -108,6 +108,20 @@ def same(parallel: str, model: str, plan: str, optimizer: str) -> dict[str, Any]
     return trained(make(model, plan, optimizer, parallel), batches(model))
 
 
+def clipped(parallel: str | None, plan: str) -> dict[str, Any]:
+    """Gradients of two batches, clipped to less than their norm."""
+    torch.manual_seed(0)
+    model = SMALL["tied"].build()
+    made = OPTIMIZERS["sgd"](model)
+    step = apply(CHOSEN[plan], model, made, loss=SMALL["tied"].loss, parallel=parallel, clip=0.05)
+    norms = []
+    for number, batch in enumerate(batches("tied")):
+        step(batch, update=bool(number % 2))
+        if number % 2:
+            norms.append(float(step.grad_norm))
+    return {"losses": norms, "state": copy.deepcopy(step.state_dict())}
+
+
 def channels_last(parallel: str | None) -> dict[str, Any]:
     """Weights that do not lie in rows, as on a GPU; BatchNorm sees the same microbatches."""
     torch.manual_seed(0)
@@ -374,6 +388,8 @@ def jobs(place: Path, states: dict[str, Any]) -> dict[str, Callable[[], dict[str
         made[f"begin {parallel} {plan}"] = lambda a=parallel, b=plan: begin(a, b)
         made[f"go on {parallel} {plan}"] = lambda a=parallel, b=plan: go_on(a, b, states[b])
     for parallel in ("ddp", "fsdp"):
+        for plan in ("microbatched", "fp16"):
+            made[f"clipped {parallel} {plan}"] = lambda a=parallel, b=plan: clipped(a, b)
         made[f"channels last {parallel}"] = lambda a=parallel: channels_last(a)
         made[f"small gradients {parallel}"] = lambda a=parallel: small_gradients(a)
         made[f"overflow {parallel}"] = lambda a=parallel: overflow(a)

@@ -25,6 +25,7 @@ NEW: dict[str, Technique] = {
     "chunked loss": ss.ChunkedLoss(8),
     "8-bit state": ss.OptimizerState(8, smallest=1),
     "4-bit state": ss.OptimizerState(4, smallest=1),
+    "released": ss.GradientRelease(),
 }
 OTHERS: dict[str, Technique] = {
     "density 0.3": ss.Sparsity(0.3),
@@ -39,6 +40,8 @@ OTHERS: dict[str, Technique] = {
 REFUSED: dict[frozenset[str], str] = {
     frozenset({"density 0.3", "8-bit state"}): "sparsity moves",
     frozenset({"density 0.3", "4-bit state"}): "sparsity moves",
+    frozenset({"fp16", "released"}): "before precision knows",
+    frozenset({"compensated", "released"}): "compensated accumulation",
 }
 """Pairs that do not go together → what the refusal says."""
 pytestmark = pytest.mark.filterwarnings("ignore::shoestring.errors.NoEffectWarning")

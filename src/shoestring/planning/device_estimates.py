@@ -96,9 +96,10 @@ class DeviceEstimates:
     def _capture(self, plan: Plan, *, update: Collection[str] | None = None) -> Trace:
         """The passes of a planned step, or the update of some parameters (of none: of all)."""
         names = update or self.trained
+        inside = any(t.updates_in_backward for t in plan.techniques)
         return self.context.trace_step(
             plan,
-            optimizer=None if update is None else self.context.optimizer,
+            optimizer=None if update is None and not inside else self.context.optimizer,
             passes=update is None,
             trained={*names, *(f"{name}_values" for name in names)},  # of sparse ones
         )
@@ -234,6 +235,8 @@ class DeviceEstimates:
     ) -> Prediction:
         totals = device_timeline(trace).totals
         passes, state = int(totals.max(initial=0)), self.update(setting).state_bytes
+        if any(t.updates_in_backward for t in setting.techniques):
+            state = 0  # it is in the trace
         device = self.context.device
         peak = max(passes + state, self.floor_bytes(setting))
         scratch = scratch_above(trace, totals) if device == "cpu" else 0

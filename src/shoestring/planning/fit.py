@@ -11,8 +11,10 @@ from torch import nn
 
 from ..errors import BudgetError, InputError, TraceError
 from ..step.apply import apply
+from ..step.clipping import Clip
 from ..step.holding import Hold, shapes_of
-from ..step.step import Step, revisable
+from ..step.setting_up import revisable
+from ..step.step import Step
 from ..techniques.splitting.find import find_units
 from ..torch_private.fake_tensors import FakeTensorMode
 from ..trace.capture import Loss, check_trainable
@@ -38,6 +40,7 @@ def fit(
     allow: str | Iterable[str] | None = None,
     enforce: bool = False,
     budget_of: Literal["reserved", "allocated"] = "reserved",
+    clip: float | Clip | None = None,
 ) -> Step:
     """Make a training step that stays within the budget: `plan`, `apply`, and again if need be.
 
@@ -55,6 +58,7 @@ def fit(
         allow: As for `plan`.
         enforce: CUDA's allocator gives out no more than the budget.
         budget_of: As for `plan`.
+        clip: As for `apply`.
 
     Returns:
         A `Step`; `step(batch)` is forward, backward and update.
@@ -63,14 +67,41 @@ def fit(
         >>> step = ss.fit(model, batch, loss=loss, optimizer=optimizer, budget="8 GB")
     """
     check_trainable(model)
-    check_optimizer(optimizer)
-    budget_bytes = parse_size(budget)
     device = next(model.parameters()).device
     if enforce and device.type != "cuda":
         raise InputError(
             "only CUDA's allocator can enforce a budget",
             hint="on the CPU limit the process, with a cgroup or ulimit -d",
         )
+    budget_bytes = parse_size(budget)
+    step = fitted(
+        model, batch, loss=loss, optimizer=optimizer, budget_bytes=budget_bytes, allow=allow,
+        budget_of=budget_of, made=lambda plan: apply(plan, model, optimizer, loss=loss, clip=clip),
+    )  # fmt: skip
+    if enforce:
+        _enforce(device, budget_bytes)
+    return step
+
+
+def fitted(
+    model: nn.Module,
+    batch: Any,
+    *,
+    loss: Loss,
+    optimizer: torch.optim.Optimizer,
+    budget_bytes: int,
+    allow: str | Iterable[str] | None,
+    made: Callable[[BudgetPlan], Step],
+    budget_of: str = "reserved",
+    held_bytes: int = 0,
+) -> Step:
+    """Plan, have the step `made` from the plan, and watch it; see `fit`.
+
+    `held_bytes` of the budget are somebody else's while the step runs.
+    """
+    check_trainable(model)
+    check_optimizer(optimizer)
+    device = next(model.parameters()).device
     split = find_units(model, batch, loss)  # here, on real values: planning has none
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     twin, mapping = fake_model(model, mode)  # what is planned for stays, whatever becomes of it
@@ -89,22 +120,19 @@ def fit(
         return Planner(model, batch, optimizer=optimizer, **given)  # its values are needed
 
     try:
-        tighter = _Tighter(planner_for, batch, budget_bytes)
+        tighter = _Tighter(planner_for, batch, budget_bytes, held_bytes)
     except Exception as error:
         because = untraced(error)
         if because is None:
             raise
         found = plan_by_running(
-            model, batch, loss=loss, optimizer=optimizer, budget_bytes=budget_bytes,
+            model, batch, loss=loss, optimizer=optimizer, budget_bytes=budget_bytes - held_bytes,
             margin=MARGIN[device.type], allow=allow, because=because,
         )  # fmt: skip
-        step = apply(found, model, optimizer, loss=loss)
-    else:
-        step = apply(tighter.first, model, optimizer, loss=loss)
-        assert isinstance(step.plan, BudgetPlan)
-        step._hold = Hold(step, step.plan, tighter)
-    if enforce:
-        _enforce(device, budget_bytes)
+        return made(found)
+    step = made(tighter.first)
+    assert isinstance(step.plan, BudgetPlan)
+    step._hold = Hold(step, step.plan, tighter)
     return step
 
 
@@ -116,12 +144,14 @@ class _Tighter:
     """
 
     def __init__(
-        self, planner_for: Callable[[Any], Planner], batch: Any, budget_bytes: int
+        self, planner_for: Callable[[Any], Planner], batch: Any, budget_bytes: int, held_bytes: int
     ) -> None:
         self._planner_for, self._budget_bytes = planner_for, budget_bytes
+        self._first_bytes = max(budget_bytes - held_bytes, 0)
         self._shapes, self._planner = shapes_of(batch), planner_for(batch)
-        self._planned_bytes = {self._shapes: budget_bytes}
-        self.first = self._planner.plan(budget_bytes)
+        self._planned_bytes = {self._shapes: self._first_bytes}
+        found = self._planner.plan(self._first_bytes)
+        self.first = replace(found, budget_bytes=budget_bytes)
 
     def __call__(self, step: Step, batch: Any, peak_bytes: int | None) -> None:
         now, shapes = step.plan, shapes_of(batch)
@@ -129,7 +159,7 @@ class _Tighter:
         if shapes != self._shapes:
             self._shapes, self._planner = shapes, self._planner_for(batch)
         if shapes not in self._planned_bytes:
-            self._planned_bytes[shapes] = self._budget_bytes
+            self._planned_bytes[shapes] = self._first_bytes
         elif peak_bytes is None:
             least = min(self._planned_bytes[shapes], now.predicted.needed_bytes)
             self._planned_bytes[shapes] = int(least * _LESS)

@@ -10,6 +10,7 @@ from torch import nn
 from ..techniques.base import Technique
 from ..techniques.plan import Plan
 from ..trace.capture import Loss
+from .clipping import Clip
 from .distributed import apply_on_ranks, parallel_of
 from .shares import Parallel
 from .step import Step, apply_alone
@@ -22,6 +23,7 @@ def apply(
     *,
     loss: Loss,
     parallel: str | Parallel | None = None,
+    clip: float | Clip | None = None,
 ) -> Step:
     """Transform the model and optimizer in place and return the step that trains them.
 
@@ -34,9 +36,12 @@ def apply(
         optimizer: Over the model's parameters; changed in place.
         loss: `(model, batch) -> scalar`.
         parallel: "ddp" or "fsdp" makes it one step of all ranks of the process group.
+        clip: A norm that gradients are clipped to before the update, or a `Clip`;
+            `step.grad_norm` is what they had.
 
     Returns:
-        A `Step`; `step(batch)` is forward, backward and update.
+        A `Step`; `step(batch)` is forward, backward and update, `step(batch, update=False)` leaves
+        the gradients for the next one.
 
     Example:
         >>> step = ss.apply([ss.Microbatching(8)], model, optimizer, loss=loss)
@@ -44,5 +49,5 @@ def apply(
     """
     chosen = parallel_of(parallel)
     if chosen is None:
-        return apply_alone(plan, model, optimizer, loss=loss)
-    return apply_on_ranks(plan, model, optimizer, loss=loss, parallel=chosen)
+        return apply_alone(plan, model, optimizer, loss=loss, clip=clip)
+    return apply_on_ranks(plan, model, optimizer, loss=loss, parallel=chosen, clip=clip)

@@ -24,9 +24,11 @@ from ..techniques.splitting.find import tested_units
 from ..trace.blocks import is_normalization
 from ..trace.capture import Loss
 from ..trace.graph import Phase
+from .clipping import Clip, clip_gradients
 from .group import communication_device, ranks
+from .setting_up import prepare, transform
 from .shares import Parallel, Shares
-from .step import Step, prepare, transform
+from .step import Step
 
 if TYPE_CHECKING:
     from .sharding import Sharding
@@ -159,7 +161,6 @@ class Ranks:
             dist.broadcast(sent, 0)
             tensor.data.copy_(sent)
         setup.split = Shares(self._parallel, self._plan, partial(tested_units, setup))
-        plain_update = setup.update
         if self._parallel.kind == "fsdp":
             from .sharding import Sharding
 
@@ -169,33 +170,34 @@ class Ranks:
         whole = self._sharding
         reduce = Reduction(setup.model.parameters() if whole is None else whole.replicated)
 
-        def update() -> None:
-            reduce()
-            if whole is not None:
-                whole.hand_over()
-            plain_update()
+        setup.before_update.append(reduce)
+        if whole is not None:
+            setup.before_update.append(whole.hand_over)
 
-        setup.update = update
-
-    def step(self, setup: Setup) -> ParallelStep:
+    def step(self, setup: Setup, clip: Clip | None = None) -> ParallelStep:
         """The step, once every technique has been applied."""
-        return ParallelStep(setup, self._plan, self._sharding)
+        return ParallelStep(setup, self._plan, self._sharding, clip)
 
 
 class ParallelStep(Step):
     """A step that several ranks make together: all of them must call each of its methods."""
 
-    def __init__(self, setup: Setup, plan: Plan, sharding: Sharding | None) -> None:
-        super().__init__(setup, plan)
+    def __init__(
+        self, setup: Setup, plan: Plan, sharding: Sharding | None, clip: Clip | None = None
+    ) -> None:
+        super().__init__(setup, plan, clip)
         self._graph = None  # the collectives in a step are not captured
         self._sharding = sharding
         if sharding is not None:
             setup.split = sharding.announced(setup.split)
 
     def _compute(
-        self, batch: Any, entering: Callable[[Phase], None] = lambda phase: None
+        self,
+        batch: Any,
+        entering: Callable[[Phase], None] = lambda phase: None,
+        update: bool = True,
     ) -> torch.Tensor:
-        loss = super()._compute(batch, entering)
+        loss = super()._compute(batch, entering, update)
         dist.all_reduce(loss)
         return loss
 
@@ -205,13 +207,20 @@ class ParallelStep(Step):
         device = next(self.model.parameters()).device.type
         return self._sharding is None or device == "cuda"
 
-    def measure(self, batch: Any) -> Measurement:
+    def measure(self, batch: Any, *, update: bool = True) -> Measurement:
         """Run one step and return the peak of this rank."""
         if not self.measurable:
             raise InputError(
                 "what fsdp takes on the CPU cannot be measured", hint="measure it on CUDA"
             )
-        return super().measure(batch)
+        return super().measure(batch, update=update)
+
+    def _clip_gradients(self, clip: Clip) -> torch.Tensor | None:
+        if self._sharding is None:
+            return super()._clip_gradients(clip)
+        held = [p for group in self.optimizer.param_groups for p in group["params"]]
+        whole = self._sharding
+        return clip_gradients(clip, held, self.loss_scale, whole.combined_norm, whole.counted())
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that outlives a step, whole: any number of ranks can go on from it.
@@ -238,14 +247,16 @@ def apply_on_ranks(
     *,
     loss: Loss,
     parallel: Parallel,
+    clip: float | Clip | None = None,
 ) -> ParallelStep:
     """One step of all ranks; see `apply`."""
+    clip = Clip.of(clip)
     chosen, setup = prepare(plan, model, optimizer, loss=loss)
     ranks_ = Ranks(parallel, chosen)
     # What cuts the batch comes last: ranks add what all of their parts accumulated.
     whole = [t for t in chosen.techniques if t.order < Ranks.order]
     transform(setup, [*whole, ranks_, *(t for t in chosen.techniques if t.order >= Ranks.order)])
-    return ranks_.step(setup)
+    return ranks_.step(setup, clip)
 
 
 def parallel_of(given: str | Parallel | None) -> Parallel | None:

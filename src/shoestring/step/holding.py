@@ -16,7 +16,7 @@ from ..techniques.plan import Plan
 from ..torch_private.cuda_memory import at_most, expand_segments
 from ..trace.batches import tensors_of
 from ..trace.streams import kept_streams
-from ..units import format_size
+from ..units import format_size, plural
 
 if TYPE_CHECKING:
     from .step import Step
@@ -32,13 +32,15 @@ class Hold:
     """Runs the steps of a plan for a budget and compares what they need with it.
 
     On CUDA the allocator is held to the budget while a step runs: it gives idle memory back rather
-    than take more from the card. On the CPU storages are followed in the second step of every
-    shape, which has all optimizer state; the others run as they are.
+    than take more from the card. On the CPU storages are followed in the second step of every kind
+    (shapes, with an update or without) once there is optimizer state; the others run as they are.
     """
 
     def __init__(self, step: Step, plan: Plan, tighten: Tighten | None = None) -> None:
         self._step, self._plan, self._tighten = step, plan, tighten
         self._seen: dict[Any, int] = {}
+        self._followed: set[Any] = set()
+        """Kinds of steps whose storages were followed, on the CPU."""
         assert plan.budget_bytes is not None
         self._budget_bytes: int = plan.budget_bytes
         self._moving: set[str] | None = None
@@ -53,12 +55,16 @@ class Hold:
             torch.cuda.empty_cache()
             step.model.register_forward_pre_hook(_GivesWay(self))
 
-    def __call__(self, batch: Any) -> torch.Tensor:
-        """One step; where the device runs out of memory, as if it had not begun."""
+    def __call__(self, batch: Any, update: bool = True) -> torch.Tensor:
+        """One step; where the device runs out of memory, as if it had not begun.
+
+        Gradients of batches before it cannot be told from its own, and are lost with it.
+        """
         for number in range(RETRIES):
             undo = self._undo()
+            waiting = self._step.accumulated
             try:
-                loss, peak_bytes = self._run(batch)
+                loss, peak_bytes = self._run(batch, update)
             except Exception as error:
                 if not out_of_memory(error):
                     raise
@@ -67,6 +73,10 @@ class Hold:
                 return loss
             # Only now: the error's traceback held the tensors of the step.
             message = self._failed(undo)
+            if waiting:
+                before = plural(waiting, "batch", "batches")
+                message += f"; accumulated gradients of {before} before it are lost"
+                raise BudgetError(message, hint=f"{_HINT}; then run those batches again")
             if self._limited and number == 0:
                 continue  # with an empty cache less lies between blocks that are used
             if self._tighten is None and self._limited:
@@ -92,9 +102,9 @@ class Hold:
     def _go_on(self, batch: Any, peak_bytes: int | None) -> None:
         assert self._tighten is not None
         self._tighten(self._step, batch, peak_bytes)
-        self._plan, self._seen = self._step.plan, {}
+        self._plan, self._seen, self._followed = self._step.plan, {}, set()
 
-    def _run(self, batch: Any) -> tuple[torch.Tensor, int | None]:
+    def _run(self, batch: Any, update: bool) -> tuple[torch.Tensor, int | None]:
         step = self._step
         if self._device.type == "cuda":
             most = (
@@ -108,7 +118,7 @@ class Hold:
             self.running = True
             try:
                 with held:
-                    loss = step._run(batch)
+                    loss = step._run(batch, update)
             finally:
                 self.running = False
             if step.captured and step.captured_peak_bytes > self._budget_bytes:
@@ -116,11 +126,12 @@ class Hold:
                 return loss, None
             reached = most()
             return loss, reached if reached > before else None
-        shapes = shapes_of(batch)
-        self._seen[shapes] = self._seen.get(shapes, 0) + 1
-        if self._seen[shapes] != 2:
-            return step._run(batch), None
-        peak_bytes = step.measure(batch).peak_bytes
+        kind = shapes_of(batch), update, bool(step.accumulated)
+        self._seen[kind] = self._seen.get(kind, 0) + 1
+        if kind in self._followed or self._seen[kind] < 2 or not step.steady:
+            return step._run(batch, update), None
+        self._followed.add(kind)
+        peak_bytes = step.measure(batch, update=update).peak_bytes
         assert step.loss is not None
         return step.loss, peak_bytes
 

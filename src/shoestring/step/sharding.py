@@ -7,6 +7,7 @@ elementwise update works on them unchanged.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -163,6 +164,20 @@ class Sharding:
             gradient: Any = shard.split.grad
             own.grad = None if gradient is None else gradient.to_local()
             shard.split.grad = None
+
+    def counted(self) -> list[torch.Tensor]:
+        """Parameters whose gradients belong to this rank's part of a norm: whole ones to rank 0."""
+        whole = set(self.replicated) if dist.get_rank() else set()
+        held = [p for group in self._optimizer.param_groups for p in group["params"]]
+        return [p for p in held if p not in whole]
+
+    @staticmethod
+    def combined_norm(own: torch.Tensor, kind: float) -> torch.Tensor:
+        """The norm over all ranks, of the norms of each."""
+        largest = math.isinf(kind)
+        whole = own.detach().clone() if largest else own.detach() ** kind
+        dist.all_reduce(whole, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
+        return whole if largest else whole ** (1 / kind)
 
     @torch.no_grad()
     def state_dict(self, techniques: dict[str, Any]) -> dict[str, Any]:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,22 +13,36 @@ from torch import nn
 from ..errors import InputError
 from ..memory.live.live import LivePeak, live_at_peak
 from ..memory.live.measure import Measurement, track
-from ..techniques.base import Run, Setup, Technique
+from ..techniques.base import Setup, Technique
 from ..techniques.plan import Plan
-from ..trace.capture import Loss, check_loss, check_trainable
-from ..trace.fakes import adds_to_the_step, check_optimizer, is_fake, unwrapped
+from ..trace.capture import Loss, check_loss
+from ..trace.fakes import is_fake
 from ..trace.graph import Phase
+from ..units import plural
+from .clipping import Clip, clip_gradients
 from .graph import GraphRunner, on_device, why_not
 from .holding import Hold
+from .setting_up import Base, prepare, revisable, transform
 
 
 class Step:
-    """One training step under a plan; call it with a minibatch."""
+    """One training step under a plan; call it with a minibatch.
 
-    def __init__(self, setup: Setup, plan: Plan) -> None:
+    `step(batch)` is forward, backward, update. `step(batch, update=False)` adds the gradients of
+    one more batch, as a plain loop does that leaves out `optimizer.step()` and `zero_grad()`.
+    """
+
+    def __init__(self, setup: Setup, plan: Plan, clip: float | Clip | None = None) -> None:
         self._setup = setup
         self.plan = plan
         self._in_place = False
+        self._accumulated = 0
+        """Batches whose gradients wait for an update."""
+        self._updates = 0
+        self._norm: torch.Tensor | None = None
+        """Always the same tensor: a captured step writes into it, too."""
+        self._clip = Clip.of(clip)
+        self._check_gradients_wait("clipped", self._clip is not None)
         self._graph = self._runner()
         self.measured: Measurement | None = None
         """What the last `measure` found."""
@@ -55,11 +68,67 @@ class Step:
         """The user's optimizer, over the transformed parameters."""
         return self._setup.optimizer
 
-    def __call__(self, batch: Any) -> torch.Tensor:
-        """Forward, backward, update; returns the loss of the minibatch, detached."""
-        self._drop_gradients()  # a backward pass of the user's own may have left some
+    def __call__(self, batch: Any, *, update: bool = True) -> torch.Tensor:
+        """Forward, backward, update; returns the loss of the minibatch, detached.
+
+        With `update=False` the gradients wait, and those of the next batches are added: a sum, as
+        `loss.backward()` makes it. The next `step(batch)`, or `step.update()`, updates from all.
+        Such steps are not captured as CUDA graphs.
+        """
+        self._check_gradients_wait("accumulated", not update)
+        if not self.accumulated:
+            self._drop_gradients()  # a backward pass of the user's own may have left some
         with self._on_model_device():
-            return self._run(batch) if self._hold is None else self._hold(batch)
+            if self._hold is None:
+                return self._run(batch, update)
+            return self._hold(batch, update)
+
+    def update(self) -> None:
+        """Clip and update from the gradients that `step(batch, update=False)` accumulated."""
+        if not self.accumulated:
+            raise InputError(
+                "there are no gradients to update from", hint="call step(batch, update=False) first"
+            )
+        with self._on_model_device():
+            self._update()
+            self._drop_gradients()
+            self._after_update()
+
+    def zero_grad(self) -> None:
+        """Forget the gradients that were accumulated."""
+        self._drop_gradients()
+
+    @property
+    def accumulated(self) -> int:
+        """How many batches' gradients wait for an update; 0 too after a zero_grad() of yours."""
+        if self._accumulated and all(p.grad is None for p in self.model.parameters()):
+            self._accumulated = 0
+        return self._accumulated
+
+    @property
+    def clip(self) -> Clip | None:
+        """How gradients are clipped before the update; may be set between two steps."""
+        return self._clip
+
+    @clip.setter
+    def clip(self, given: float | Clip | None) -> None:
+        chosen = Clip.of(given)
+        self._check_gradients_wait("clipped", chosen is not None)
+        if chosen != self._clip and self._graph is not None:
+            self._graph.drop()
+        self._clip = chosen
+
+    @property
+    def grad_norm(self) -> torch.Tensor | None:
+        """Norm of the gradients of the last update, before they were clipped; None without clip."""
+        return None if self._norm is None else self._norm.clone()
+
+    def _check_gradients_wait(self, what: str, wanted: bool) -> None:
+        if wanted and self._setup.gradients_gone:
+            raise InputError(
+                f"gradients cannot be {what}: {self._setup.gradients_gone}",
+                hint=f"plan without {self._setup.gradients_gone.partition(' ')[0]}",
+            )
 
     def _on_model_device(self) -> AbstractContextManager[Any]:
         """On the model's GPU, which need not be the current one."""
@@ -67,14 +136,23 @@ class Step:
         real = first.is_cuda and not is_fake(first)
         return torch.cuda.device(first.device) if real else nullcontext()
 
-    def _run(self, batch: Any) -> torch.Tensor:
+    def _run(self, batch: Any, update: bool = True) -> torch.Tensor:
         if self._graph is None:
-            loss = self._compute(batch)
-        else:
+            loss = self._compute(batch, update=update)
+        elif update and not self.accumulated:
             loss = self._graph(batch)
+        else:
+            loss = self._compute(
+                on_device(next(self.model.parameters()).device, batch), update=update
+            )
+        if update:
+            self._after_update()
+        return loss
+
+    def _after_update(self) -> None:
+        self._updates += 1
         if self._after() and self._graph is not None:
             self._graph.drop()
-        return loss
 
     @property
     def captured(self) -> bool:
@@ -84,6 +162,8 @@ class Step:
     @property
     def why_not_captured(self) -> str | None:
         """Why the step does not run as one CUDA graph now; None where it does."""
+        if self.accumulated:
+            return "gradients of several batches are accumulated"
         return why_not(self._setup) if self._graph is None else self._graph.why_not
 
     def use_graph(self, wanted: bool, why: str = "use_graph(False) was called") -> None:
@@ -100,33 +180,40 @@ class Step:
             self._graph.in_place = True
 
     @property
+    def steady(self) -> bool:
+        """Whether an update was made, so that there is all of the optimizer's state."""
+        return self._updates > 0 or bool(self.optimizer.state)
+
+    @property
     def measurable(self) -> bool:
         """Whether `measure` can say what a step needs."""
         return True
 
-    def measure(self, batch: Any) -> Measurement:
+    def measure(self, batch: Any, *, update: bool = True) -> Measurement:
         """Run one step and return its peak, tracked storage by storage or by the allocator.
 
         Meant in steady state: call the step at least once before.
         """
-        self._drop_gradients()
+        if not self.accumulated:
+            self._drop_gradients()
         gc.collect()
         if next(self.model.parameters()).device.type == "cuda":
             with self._on_model_device():
                 torch.cuda.synchronize()
                 torch.cuda.reset_peak_memory_stats()
-                self.loss = self._run(batch)
+                self.loss = self._run(batch, update)
                 torch.cuda.synchronize()
                 peak_bytes = max(self.captured_peak_bytes, torch.cuda.max_memory_allocated())
             self.measured = Measurement("cuda", peak_bytes, {})
         else:
             self.measured = track(
-                lambda entering: self._kept(self._compute(batch, entering)),
+                lambda entering: self._kept(self._compute(batch, entering, update)),
                 self.model,
                 batch,
                 self.optimizer,
             )
-            self._after()
+            if update:
+                self._after_update()
         return self.measured
 
     def live(self, batch: Any) -> LivePeak:
@@ -168,21 +255,32 @@ class Step:
         return any([bool(call()) for call in self._setup.after_update])
 
     def _compute(
-        self, batch: Any, entering: Callable[[Phase], None] = lambda phase: None
+        self,
+        batch: Any,
+        entering: Callable[[Phase], None] = lambda phase: None,
+        update: bool = True,
     ) -> torch.Tensor:
         try:
-            return self._computed(batch, entering)
-        except BaseException:  # the next step must not add to what this one left
+            return self._computed(batch, entering, update)
+        except BaseException as error:  # the next step must not add to what this one left
+            if self._accumulated:
+                error.add_note(
+                    f"gradients of {plural(self._accumulated, 'batch', 'batches')} that were "
+                    "accumulated before are dropped, too: run those batches again"
+                )
             self._drop_gradients()
             raise
 
     def _drop_gradients(self) -> None:
         """Those too of parameters that the optimizer does not hold."""
+        self._accumulated = 0
         self._setup.optimizer.zero_grad(set_to_none=True)
         for parameter in self._setup.model.parameters():
             parameter.grad = None
 
-    def _computed(self, batch: Any, entering: Callable[[Phase], None]) -> torch.Tensor:
+    def _computed(
+        self, batch: Any, entering: Callable[[Phase], None], update: bool
+    ) -> torch.Tensor:
         setup = self._setup
         total: torch.Tensor | None = None
         for part, weight in setup.split(batch):
@@ -195,11 +293,30 @@ class Step:
             shown = weighted.detach()
             total = shown if total is None else total + shown
             del value, weighted
-        entering(Phase.OPTIMIZER)
-        setup.update()
-        self._drop_gradients()
         assert total is not None
+        if not update:
+            self._accumulated += 1
+            return total
+        entering(Phase.OPTIMIZER)
+        self._update()
+        self._drop_gradients()
         return total
+
+    def _update(self) -> None:
+        for call in self._setup.before_update:
+            call()
+        if self._clip is not None:
+            found = self._clip_gradients(self._clip)
+            if found is None:
+                self._norm = None
+            elif self._norm is None:
+                self._norm = found.detach().clone()
+            else:
+                self._norm.copy_(found)
+        self._setup.update()
+
+    def _clip_gradients(self, clip: Clip) -> torch.Tensor | None:
+        return clip_gradients(clip, self.model.parameters(), self.loss_scale)
 
     def revise(self, plan: Plan) -> None:
         """Go on by a plan that differs in what can be changed between two updates."""
@@ -227,7 +344,12 @@ class Step:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that outlives a step."""
+        """Everything that outlives a step; not while gradients wait for an update."""
+        if self.accumulated:
+            raise InputError(
+                "gradients are accumulated, and no update was made from them yet",
+                hint="save after the step that updates, or call zero_grad() first",
+            )
         own = {name: item.state_dict() for name, item in self._setup.state.items()}
         return {
             "model": self.model.state_dict(),
@@ -261,112 +383,28 @@ class Step:
             item.load_state_dict(state["techniques"][name])
 
 
-def prepare(
-    plan: Plan | Iterable[Technique],
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    *,
-    loss: Loss,
-) -> tuple[Plan, Setup]:
-    """Check what is given; the plan, and the setup of a plain step that it will transform."""
-    check_trainable(model)
-    check_optimizer(optimizer)
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    if held.isdisjoint(map(id, model.parameters())):
-        raise InputError(
-            "the optimizer holds none of the model's parameters: the model would not train",
-            hint="build the optimizer from model.parameters()",
-        )
-    chosen = plan if isinstance(plan, Plan) else Plan(plan)
-    own = unwrapped(optimizer)
-    stepping = optimizer if adds_to_the_step(optimizer) else own
-    setup = Setup(
-        model=model,
-        optimizer=own,
-        run=lambda batch: loss(model, batch),
-        split=_whole,
-        backward=lambda value: value.backward(),
-        update=lambda: stepping.step() and None,
-        wrapper=None if stepping is own else optimizer,
-        loss=loss,
-    )
-    return chosen, setup
-
-
 def apply_alone(
     plan: Plan | Iterable[Technique],
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     *,
     loss: Loss,
+    clip: float | Clip | None = None,
+    backward: Callable[[torch.Tensor], None] | None = None,
 ) -> Step:
-    """The step of one process; see `apply`."""
+    """The step of one process; see `apply`. `backward` in place of the loss's own."""
+    clip = Clip.of(clip)
     chosen, setup = prepare(plan, model, optimizer, loss=loss)
+    if backward is not None:
+        setup.backward = backward
     base = transform(setup, chosen.techniques)
-    step = Step(setup, chosen)
+    step = Step(setup, chosen, clip)
     step._base = base
     if chosen.budget_bytes is not None:
         step._hold = Hold(step, chosen)
         if not chosen.predicted.captured:
-            step.use_graph(False, "the budget has no room for a graph")
+            step.use_graph(False, "the plan is for eager steps, for which alone there was room")
     return step
-
-
-def revisable(before: Plan, after: Plan) -> bool:
-    """Whether a step by the first plan can go on by the second: fixed techniques stay or come."""
-
-    def fixed(plan: Plan) -> dict[str, Technique]:
-        return {t.name: t for t in plan.techniques if not t.revisable}
-
-    old, new = fixed(before), fixed(after)
-    added = [new[name] for name in new.keys() - old.keys()]
-    kept = all(new.get(name) == technique for name, technique in old.items())
-    return kept and all(technique.addable for technique in added)
-
-
-@dataclass(frozen=True)
-class Base:
-    """A setup before what can be revised: schedule and microbatches can be put on it anew."""
-
-    run: Run
-    split: Any
-    backward: Any
-    update: Any
-    undone: int
-    """Steps back that belong to what came before."""
-
-    @classmethod
-    def of(cls, setup: Setup) -> Base:
-        """As it is now."""
-        return cls(setup.run, setup.split, setup.backward, setup.update, len(setup.undo))
-
-    def restore(self, setup: Setup) -> None:
-        """Take away what came after."""
-        for undo in reversed(setup.undo):
-            undo()
-        setup.undo.clear()
-        setup.run, setup.split = self.run, self.split
-        setup.backward, setup.update = self.backward, self.update
-
-
-def transform(setup: Setup, parts: Iterable[Any]) -> Base:
-    """Apply all parts or none."""
-    for part in parts:
-        part.check(setup)
-    base: Base | None = None
-    try:
-        for part in parts:
-            if base is None and getattr(part, "revisable", False):
-                base = Base.of(setup)
-            part.apply(setup)
-    except BaseException:
-        for undo in reversed(setup.undo):
-            undo()
-        raise
-    base = base or Base.of(setup)
-    # The steps back before it hold what the model was, in memory the plan has spent otherwise.
-    del setup.undo[: base.undone]
-    return base
 
 
 def _weighted(loss: torch.Tensor, weight: float | torch.Tensor | None) -> torch.Tensor:
@@ -380,7 +418,3 @@ def _weighted(loss: torch.Tensor, weight: float | torch.Tensor | None) -> torch.
         return loss * weight
     weighted = loss * weight.to(loss.dtype)
     return weighted.masked_fill(weight == 0, 0) if weight.device == loss.device else weighted
-
-
-def _whole(batch: Any) -> Iterator[tuple[Any, Any]]:
-    yield batch, None

@@ -152,12 +152,17 @@ class _Request:
                         # The third part meets all of them.
                         data = cut(data, 0, min(3 * size, examples_of(data) or size))
                     else:
-                        data = cut(data, 0, size)
-                        if passes:  # gradients as they are: one may be a part of a larger tensor
+                        later = step._setup.updates_in_backward  # the second part updates
+                        data = cut(data, 0, 2 * size if later else size)
+                        if (
+                            passes and not later
+                        ):  # gradients as they are: one may be a part of a larger tensor
                             step._setup.backward(step._setup.run(data))
                 elif passes and step._setup.first_run_differs:
                     for part, _ in step._setup.split(data):
                         step._setup.run(part)
+                if passes and step._setup.updates_in_backward:
+                    step._compute(data)  # makes the optimizer's state
                 if not passes:
                     _leave_gradients(step, self.trained)
                 if self.watch is not None:
@@ -222,6 +227,8 @@ def _record(
         record = recorder.resident(tensor)
         if record is not None:
             made.inputs.append(record)
+    if setup.updates_in_backward and update:
+        made.note_state(recorder, step.optimizer, named)
     recorder.recording = True
     before = [held_by(module) for module in step.model.modules()]
 
@@ -236,7 +243,7 @@ def _record(
 
     def updates() -> None:  # the first makes the state, the second is the steady one
         recorder.recording = False
-        if not update:
+        if not update or (setup.updates_in_backward and passes):
             return
         plain_update()
         made.note_state(recorder, step.optimizer, named)

@@ -4,6 +4,7 @@ from .base import Technique
 from .checkpointing import Checkpointing
 from .chunked_loss import ChunkedLoss
 from .fused_update import FusedUpdate
+from .gradient_release import GradientRelease
 from .microbatching import Microbatching
 from .optimizer_state import OptimizerState
 from .precision import Precision
@@ -14,6 +15,7 @@ __all__ = [
     "Checkpointing",
     "ChunkedLoss",
     "FusedUpdate",
+    "GradientRelease",
     "Microbatching",
     "OptimizerState",
     "Precision",

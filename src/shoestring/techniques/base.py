@@ -82,7 +82,8 @@ class Setup:
     """A training step under construction: each technique changes the part that is its own.
 
     The step runs `run` on each part of `split(batch)`, multiplies the loss by the part's weight,
-    calls `backward` on it, and `update` once at the end; then every `after_update`.
+    calls `backward` on it; at the end every `before_update`, then `update` once, then every
+    `after_update`.
     """
 
     model: nn.Module
@@ -95,6 +96,10 @@ class Setup:
     """Weighted loss of a part → gradients in `.grad`, added up."""
     update: Callable[[], None]
     """Gradients → parameters."""
+    before_update: list[Callable[[], object]] = field(default_factory=list)
+    """Called when the gradients of all parts are there, before they are clipped."""
+    gradients_gone: str = ""
+    """Why gradients do not wait for the update (the backward pass makes it); "" where they do."""
     after_update: list[Callable[[], object]] = field(default_factory=list)
     """Called after every update; True says that parameters or buffers were replaced."""
     state: dict[str, HasState] = field(default_factory=dict)
@@ -102,6 +107,8 @@ class Setup:
     loss_scale: LossScaling | None = None
     adds_apart: bool = False
     """Gradients of parts are added up elsewhere than in `.grad`, in more tensors than those."""
+    updates_in_backward: bool = False
+    """Parameters are updated while the backward pass runs, and their gradients go."""
     first_run_differs: bool = False
     """The first forward pass is looked at; what was found there changes those after it."""
     update_on_device: bool = False
@@ -160,6 +167,8 @@ class Technique:
     """The optimizer's state is there before the first pass, not made by the first update."""
     stores_weights: ClassVar[bool] = False
     """Weights have other names or shapes with it; `plain_weights` has them as the model had."""
+    updates_in_backward: ClassVar[bool] = False
+    """A trace of the passes needs the optimizer that trains."""
     moves_elements: ClassVar[bool] = False
     """Between updates elements of a parameter, and of state of its shape, change their places."""
     proof: ClassVar[Literal["without", "alone"] | None] = None
@@ -283,6 +292,11 @@ class Technique:
     def counting(self, unit: str, each: int) -> Self:
         """The same, its size counted in another unit of which an example has `each`."""
         return self
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether an update is skipped when any gradient overflowed."""
+        return False
 
     @property
     def input_dtype(self) -> torch.dtype | None:

@@ -127,12 +127,13 @@ class Side:
         made = Trained(streams=[stream_states()])
 
         def note(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            made.gradients = {
+            made.gradients |= {
                 name: self.gradient(name, p.grad)
                 for name, p in self.named.items()
                 if p.grad is not None
             }
 
+        note.each_parameter = True  # type: ignore[attr-defined] # some may come before others
         handle = self.optimizer.register_step_pre_hook(note)
         for number, given in enumerate(data):
             batch = map_tensors(torch.clone, wide_batch(given) if self.wide else given)

@@ -119,8 +119,10 @@ def _residents(
 ) -> list[tuple[Role, list[torch.Tensor]]]:
     """What exists between two steps. Of roles that share a tensor the last one counts."""
     state = [] if optimizer is None else tensors_of([dict(s) for s in optimizer.state.values()])
+    waiting = [p.grad for p in model.parameters() if p.grad is not None]  # to be added to
     return [
         (Role.INPUT, tensors_of(batch)),
+        (Role.GRADIENT, waiting),
         (Role.OPTIMIZER_STATE, state),
         (Role.BUFFER, list(model.buffers())),
         (Role.MODEL, list(model.parameters())),
@@ -166,11 +168,14 @@ def track(
         if phase is Phase.BACKWARD:
             backward_start = backward_start or len(recorder.ops)
         if phase is Phase.OPTIMIZER:
-            for parameter in model.parameters():
-                if parameter.grad is not None:
-                    record = recorder.storage_of(parameter.grad)
-                    if record is not None:
-                        roles[record.index] = Role.GRADIENT
+            note_gradients()
+
+    def note_gradients() -> None:
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                record = recorder.storage_of(parameter.grad)
+                if record is not None:
+                    roles[record.index] = Role.GRADIENT
 
     for role, tensors in _residents(model, batch, optimizer):
         for tensor in tensors:
@@ -179,14 +184,15 @@ def track(
                 roles[record.index] = role
     with recorder:
         step(entering)
+    note_gradients()  # those that wait for a later step to update from them
 
     # Roles are known only now, so the peak is found afterwards, tick by tick of births and deaths.
     deltas = np.zeros(recorder.clock + 1, dtype=np.int64)
     for record in recorder.storages:
-        if record.died is None:
-            record.born = 0  # made once and kept: there from the second step on
-        else:
+        if record.died is not None:
             deltas[record.died] -= record.nbytes
+        elif roles.get(record.index) is not Role.GRADIENT:
+            record.born = 0  # made once and kept: there from the second step on
         deltas[record.born] += record.nbytes
     totals = deltas.cumsum()
     instant = len(totals) - 1 - int(totals[::-1].argmax())

@@ -50,6 +50,7 @@ class OptimizerState(Technique):
     )
     updates_apart: ClassVar[bool] = True
     updates_on_device: ClassVar[bool] = True
+    state_first: ClassVar[bool] = True
 
     bits: int = 8
     smallest: int = 4096
@@ -180,6 +181,7 @@ class OptimizerState(Technique):
             return value
 
         setup.undo.append(update.convert_state(meant))
+        setup.run = update.beginning(setup.run)
         setup.update, setup.update_on_device = update, True
         setup.rates_on_device = lambda: True
         setup.state[self.name] = _StateBits(self.bits, noise)

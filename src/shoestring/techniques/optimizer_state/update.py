@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 from torch.optim import SGD, Optimizer
 
 from ...errors import InputError
@@ -21,7 +22,7 @@ from ...torch_private.kernels import foreach_add_
 from ...trace.cuda import is_dense, on_cuda
 from ...trace.fakes import is_fake
 from ...trace.passes import passes
-from ..base import LossScaling
+from ..base import LossScaling, Run
 from .storage import SCALE, SIGNED, MomentCodes, dense_like, flat_of
 
 _LEAST, _MOST = 2**10, 2**18
@@ -39,6 +40,8 @@ class QuantizedUpdate:
     ) -> None:
         self._optimizer, self._codes, self._scale, self._noise = optimizer, codes, scale, noise
         self._loaded: dict[torch.Tensor, dict[str, Any]] = {}
+        self._early: set[torch.Tensor] | None = None
+        """Parameters whose state was made before the first pass; None before that."""
         held = (p for group in optimizer.param_groups for p in group["params"])
         self._elements = piece_elements(sum(p.numel() for p in held))
 
@@ -49,6 +52,7 @@ class QuantizedUpdate:
         for before in optimizer._optimizer_step_pre_hooks.values():
             before(optimizer, (), {})
         work = self._work()
+        self._drop_early()
         if scale is not None:
             scale.look_for_overflow([p.grad for _, _, p in work if p.grad is not None])
         self.update(work)
@@ -58,6 +62,33 @@ class QuantizedUpdate:
         optimizer._opt_called = True  # type: ignore[attr-defined] # asked by LR schedulers
         for after in optimizer._optimizer_step_post_hooks.values():
             after(optimizer, (), {})
+
+    def beginning(self, run: Run) -> Run:
+        """The run; on CUDA the first one makes all state, before activations are there.
+
+        Made by the first update it would lie in the gaps that they left, and keep them apart.
+        """
+
+        def after_state(batch: Any) -> torch.Tensor:
+            if self._early is None:
+                self._early = set()
+                for group in self._optimizer.param_groups:
+                    for parameter in group["params"]:
+                        real = parameter.is_cuda and not is_fake(parameter)
+                        if real and parameter.requires_grad and not self._state(parameter):
+                            self._begin(group, parameter)
+                            self._early.add(parameter)
+            return run(batch)
+
+        return after_state
+
+    def _drop_early(self) -> None:
+        """One that got no gradient has no state in plain training."""
+        held = (p for group in self._optimizer.param_groups for p in group["params"])
+        for parameter in held if self._early else ():
+            if parameter in (self._early or ()) and parameter.grad is None:
+                del self._optimizer.state[parameter]
+        self._early = set()
 
     def _work(self) -> Work:
         held = ((group, p) for group in self._optimizer.param_groups for p in group["params"])
@@ -134,6 +165,7 @@ class QuantizedUpdate:
         bits = self._codes.bits if scales else 32
         given = p.detach(), p.grad, held, scales or held
         fused.launch(*given, state, group, rate, self._noise.counter, number, self._scale, bits)
+        increment_version(p)  # autograd does not see kernels write
 
     # -- PyTorch -------------------------------------------------------------------------------
 

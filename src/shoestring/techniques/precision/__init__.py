@@ -82,6 +82,11 @@ class Precision(Technique):
         """Its type."""
         return _TYPES[self.kind]
 
+    @property
+    def scales_loss(self) -> bool:
+        """FP16's range needs it."""
+        return self.kind == "fp16"
+
     def short(self) -> str:
         """The type."""
         return self.kind

@@ -1,0 +1,1 @@
+"""Other libraries' trainers under a plan; each module imports its library when it is imported."""

@@ -1,0 +1,186 @@
+"""A step inside somebody else's training loop.
+
+The trainer goes on to clip, to update, to schedule, to log and to save. A hosted step runs the
+forward and backward passes by the plan, and takes part in `optimizer.step()` where the plan has an
+update of its own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..errors import BudgetError, InputError
+from ..planning.fit import fitted
+from ..step.clipping import Clip, clip_gradients
+from ..step.step import Step, apply_alone
+from ..techniques.base import Technique
+from ..techniques.plan import Plan
+from ..trace.capture import Loss
+from ..trace.fakes import unwrapped
+from ..units import format_size, parse_size
+
+Undo = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a user asked a trainer for: a budget, or a plan."""
+
+    budget_bytes: int | None = None
+    plan: Plan | None = None
+    allow: str | Iterable[str] | None = "lossless"
+
+    @classmethod
+    def of(
+        cls,
+        budget: str | int | None,
+        plan: Plan | Iterable[Technique] | str | None,
+        allow: str | Iterable[str] | None,
+    ) -> Wanted:
+        """Read it; a plan may be the name of its file."""
+        if (budget is None) == (plan is None):
+            raise InputError(
+                "a trainer takes a budget or a plan",
+                hint='budget="24 GB", or plan=ss.plan(…), a list of techniques, or "plan.toml"',
+            )
+        if isinstance(plan, str):
+            plan = Plan.load(plan)
+        chosen = None if plan is None else plan if isinstance(plan, Plan) else Plan(plan)
+        return cls(None if budget is None else parse_size(budget), chosen, allow)
+
+
+def hosted_step(
+    wanted: Wanted,
+    model: nn.Module,
+    batch: Any,
+    *,
+    loss: Loss,
+    optimizer: torch.optim.Optimizer,
+    backward: Callable[[torch.Tensor], None] | None = None,
+    held_bytes: int = 0,
+) -> Step:
+    """The step that the trainer will call with `update=False`.
+
+    `held_bytes`: what the trainer itself keeps on the device, such as DDP's buckets or gradients
+    that wait for more batches.
+    """
+    inner = unwrapped(optimizer)
+
+    def made(plan: Plan) -> Step:
+        return apply_alone(plan, model, inner, loss=loss, backward=backward)
+
+    if wanted.plan is not None:
+        step = made(wanted.plan)
+    else:
+        assert wanted.budget_bytes is not None
+        try:
+            step = fitted(
+                model, batch, loss=loss, optimizer=inner, allow=wanted.allow, made=made,
+                budget_bytes=wanted.budget_bytes, held_bytes=held_bytes,
+            )  # fmt: skip
+        except BudgetError as error:
+            if held_bytes:
+                error.add_note(f"{format_size(held_bytes)} of the budget are gradients that wait")
+            raise
+    step.use_graph(False)  # the trainer updates, outside of it
+    return step
+
+
+def route_updates(optimizer: torch.optim.Optimizer, step_of: Callable[[], Step | None]) -> Undo:
+    """Have `optimizer.step()` make the step's update, once; gradients stay for who looks at them.
+
+    To be called before the trainer calls `optimizer.step`: a closure may only then make the step.
+    The step's own update may call the optimizer's: that call is the plain one.
+    """
+    plain, inside = optimizer.step, False
+
+    def routed(_: Any, closure: Callable[[], float] | None = None) -> Any:
+        nonlocal inside
+        if inside:
+            return plain(closure)
+        found = None if closure is None else closure()
+        step = step_of()
+        if step is None or not step.accumulated:
+            plain()
+            return found
+        inside = True
+        try:
+            step._update()
+            step._after_update()
+        finally:
+            inside = False
+        return found
+
+    optimizer.step = MethodType(routed, optimizer)  # type: ignore[method-assign] # as schedulers ask
+
+    def undo() -> None:
+        optimizer.step = plain  # type: ignore[method-assign]
+
+    return undo
+
+
+def release(step: Step) -> None:
+    """Leave the model as it was, but for weights that the plan stores otherwise."""
+    if step._base is not None and not changes_state(step.plan):
+        step._base.restore(step._setup)
+
+
+def synchronized(model: DistributedDataParallel, split: Any) -> Any:
+    """The same parts; the ranks exchange gradients in the backward pass of the last one only."""
+
+    def parts(batch: Any) -> Any:
+        wanted = model.require_backward_grad_sync  # False within the Trainer's own no_sync
+        given = iter(split(batch))
+        part = next(given, None)
+        try:
+            while part is not None:
+                following = next(given, None)
+                model.require_backward_grad_sync = wanted and following is None
+                yield part
+                part = following
+        finally:
+            model.require_backward_grad_sync = wanted
+
+    return parts
+
+
+def clip_scaled(step: Step, norm: float) -> torch.Tensor | None:
+    """Clip gradients that the plan scales; None where it scales none, and the trainer can."""
+    if step.loss_scale is None:
+        return None
+    return clip_gradients(Clip(norm=norm), step.model.parameters(), step.loss_scale)
+
+
+def changes_state(plan: Plan) -> bool:
+    """Whether weights or optimizer state differ from those of plain training in how they lie."""
+    return any(not t.revisable and not t.is_neutral for t in plan.techniques)
+
+
+@contextmanager
+def library(name: str, least: str, extra: str) -> Iterator[None]:
+    """Around the import of a library: one line where it is missing or too old."""
+    hint = f"pip install 'shoestring[{extra}]'"
+    try:
+        found = version(name)
+    except PackageNotFoundError:
+        raise InputError(f"this needs {name}, which is not installed", hint=hint) from None
+    if _numbers(found) < _numbers(least):
+        raise InputError(f"this needs {name} {least} or later, {found} is installed", hint=hint)
+    try:
+        yield
+    except ImportError as error:
+        raise InputError(f"{name} cannot be imported: {error}", hint=hint) from None
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", text)[:3])

@@ -1,0 +1,289 @@
+"""Lightning's Trainer under a budget or a plan.
+
+from shoestring.integrations.lightning import BudgetCallback
+
+trainer = Trainer(…, callbacks=[BudgetCallback("24 GB")])
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..errors import InputError
+from ..step.clipping import Clip, clip_gradients
+from ..step.step import Step
+from ..techniques.base import Technique
+from ..techniques.plan import Plan
+from ..trace.fakes import unwrapped
+from .hosted import (
+    Undo,
+    Wanted,
+    changes_state,
+    hosted_step,
+    library,
+    release,
+    route_updates,
+    synchronized,
+)
+
+if TYPE_CHECKING:
+    Callback = object
+elif "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules:
+    with library("pytorch-lightning", "2.0", "lightning"):
+        from pytorch_lightning import Callback
+else:
+    try:
+        with library("lightning", "2.0", "lightning"):
+            from lightning.pytorch import Callback
+    except InputError:
+        with library("pytorch-lightning", "2.0", "lightning"):
+            from pytorch_lightning import Callback
+
+
+class BudgetCallback(Callback):
+    """Runs the forward and backward passes of `fit` by a plan; the rest is Lightning's.
+
+    The plan is made for the first batch. Values that `training_step` logs are those of the whole
+    batch: where it runs in microbatches, their means weighed as the loss is.
+
+    Args:
+        budget: What the GPU may take, such as "24 GB".
+        plan: In place of a budget: what `ss.plan` found, techniques, or the file of a plan.
+        allow: As for `ss.plan`; "lossless" unless said otherwise.
+    """
+
+    def __init__(
+        self,
+        budget: str | int | None = None,
+        *,
+        plan: Plan | Iterable[Technique] | str | None = None,
+        allow: str | Iterable[str] | None = "lossless",
+    ) -> None:
+        self._wanted = Wanted.of(budget, plan, allow)
+        self.step: Step | None = None
+        """What runs the passes, from the first batch on."""
+        self._saved: dict[str, Any] = {}
+        self._running = self._live = False
+        self._outputs: list[Any] = []
+        self._put_back: list[tuple[Any, str]] = []
+        self._logs: _MeanLogs | None = None
+        self._unroute: Undo = lambda: None
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Take over the passes."""
+        _check(trainer, pl_module)
+        strategy = trainer.strategy
+        self._plain = strategy.training_step
+        self._backward = strategy.precision_plugin.backward
+        self._patch(strategy, "training_step", lambda *args: self._train(trainer, *args))
+        # Between `training_step` and the update Lightning zeroes gradients, and goes back.
+        self._patch(strategy.precision_plugin, "backward", lambda *args, **others: None)
+        self._zero_grad = pl_module.optimizer_zero_grad
+        self._patch(pl_module, "optimizer_zero_grad", lambda *args: None)
+        self._unroute = route_updates(unwrapped(trainer.optimizers[0]), self._step_of)
+        if "plan" in self._saved and changes_state(plan := Plan.from_dict(self._saved["plan"])):
+            self._start(trainer, None, (), Wanted(plan=plan))
+            assert self.step is not None
+            for name, held in self.step._setup.state.items():
+                held.load_state_dict(self._saved["techniques"][name])
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Leave trainer and model as they were, but for weights a plan stores otherwise."""
+        while self._put_back:
+            where, name = self._put_back.pop()
+            delattr(where, name)
+        self._unroute()
+        if self._running and self.step is not None:
+            release(self.step)
+        self._running = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """The plan, and what its techniques keep."""
+        if self.step is None:
+            return {}
+        own = {name: held.state_dict() for name, held in self.step._setup.state.items()}
+        return {"plan": Plan.of(self.step.plan).to_dict(), "techniques": own}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Of the run that goes on."""
+        self._saved = state_dict
+
+    def _step_of(self) -> Step | None:
+        return self.step if self._running else None
+
+    def _patch(self, where: Any, name: str, function: Any) -> None:
+        setattr(where, name, function)
+        self._put_back.append((where, name))
+
+    def _train(self, trainer: Any, batch: Any, *others: Any) -> Any:
+        """In place of the strategy's `training_step`: forward and backward passes of a batch."""
+        number = others[0] if others and isinstance(others[0], int) else 0
+        if number % trainer.accumulate_grad_batches == 0:
+            self._zero_grad(trainer.current_epoch, number, trainer.optimizers[0])
+        if not self._running:
+            self._start(trainer, batch, others)
+        assert self.step is not None and self._logs is not None
+        self._others, self._outputs, self._live = others, [], True
+        try:
+            with self._logs:
+                value = self.step(batch, update=False)
+        finally:
+            self._live = False
+        output = self._outputs[-1]
+        if len(self._outputs) > 1:
+            total = value * trainer.accumulate_grad_batches
+        else:
+            total = _loss_of(output).detach()
+        if not isinstance(output, dict):
+            return total
+        if len(self._outputs) > 1 and len(output) > 1:
+            warnings.warn(
+                "training_step returns more than a loss: it is that of the last microbatch",
+                UserWarning,
+                stacklevel=2,
+            )
+        return {**output, "loss": total}
+
+    def _start(self, trainer: Any, batch: Any, others: Any, wanted: Wanted | None = None) -> None:
+        chosen, strategy = wanted or self._wanted, trainer.strategy
+        module, precision = trainer.lightning_module, trainer.strategy.precision_plugin
+        ranked = strategy.model if isinstance(strategy.model, DistributedDataParallel) else None
+        self._others, self._outputs, self._running = others, [], True
+        share = trainer.accumulate_grad_batches
+
+        def loss(given: nn.Module, part: Any) -> torch.Tensor:
+            if self._live and given is module:
+                output = self._plain(part, *self._others)
+                self._outputs.append(output)
+            else:  # to predict or to test: it must leave no trace in the trainer
+                with precision.train_step_context():
+                    output = _untold(given, trainer, part, *self._others)
+            return _loss_of(output) / share
+
+        def backward(value: torch.Tensor) -> None:
+            scaler = getattr(precision, "scaler", None)
+            scaled = value if scaler is None else scaler.scale(value)
+            self._backward(scaled, module, trainer.optimizers[0])
+
+        gradients = sum(p.nbytes for p in module.parameters() if p.requires_grad)
+        if chosen.plan is not None and changes_state(chosen.plan):
+            if ranked is not None or getattr(precision, "scaler", None) is not None:
+                raise InputError(
+                    f"on several ranks or beside 16-mixed Lightning cannot train by "
+                    f"{chosen.plan.short()}",
+                    hint='leave what changes weights or state out of the plan: allow="lossless"',
+                )
+        self.step = hosted_step(
+            chosen, module, batch, loss=loss, optimizer=trainer.optimizers[0], backward=backward,
+            held_bytes=gradients * ((share > 1) + (ranked is not None)),
+        )  # fmt: skip
+        setup = self.step._setup
+        if ranked is not None:
+            setup.split = synchronized(ranked, setup.split)
+        self._logs = _MeanLogs(module, setup)
+        if self.step.loss_scale is not None:
+            self._patch(precision, "clip_gradients", self._clip_scaled)
+
+    def _clip_scaled(self, optimizer: Any, clip_val: Any = 0.0, algorithm: Any = "norm") -> None:
+        if clip_val is None or clip_val <= 0:
+            return
+        assert self.step is not None
+        kind = {str(getattr(algorithm, "value", algorithm)): float(clip_val)}
+        clip_gradients(Clip(**kind), self.step.model.parameters(), self.step.loss_scale)
+
+
+class _MeanLogs:
+    """Within: what a module logs in several microbatches is logged once, as their weighed mean."""
+
+    def __init__(self, module: Any, setup: Any) -> None:
+        self._module, self._split = module, setup.split
+        self._weight: Any = None
+        self._found: dict[str, list[tuple[Any, Any]]] = {}
+        self._how: dict[str, dict[str, Any]] = {}
+        setup.split = self._parts
+
+    def _parts(self, batch: Any) -> Iterator[Any]:
+        given = iter(self._split(batch))
+        part = next(given, None)
+        following = next(given, None)
+        if following is not None:
+            self._module.log = self._note
+        while part is not None:
+            self._weight = 1.0 if part[1] is None else part[1]
+            yield part
+            part, following = following, next(given, None)
+
+    def _note(self, name: str, value: Any, *args: Any, **how: Any) -> None:
+        named = dict(zip(("prog_bar", "logger", "on_step", "on_epoch"), args, strict=False))
+        self._how[name] = {**named, **how}
+        self._found.setdefault(name, []).append((value, self._weight))
+
+    def __enter__(self) -> None:
+        self._found, self._how = {}, {}
+
+    def __exit__(self, *error: Any) -> None:
+        if "log" not in self._module.__dict__:
+            return
+        del self._module.log
+        if error[0] is not None:
+            return
+        for name, pairs in self._found.items():
+            self._module.log(name, _mean(pairs), **self._how[name])
+
+
+def _mean(pairs: list[tuple[Any, Any]]) -> Any:
+    """Weighed; of what is no number, a metric that gathers by itself, the last."""
+    values = [value for value, _ in pairs]
+    if not all(isinstance(value, (int, float, torch.Tensor)) for value in values):
+        return values[-1]
+    weights = [torch.as_tensor(weight, dtype=torch.float64) for _, weight in pairs]
+    total = sum(weights, torch.zeros((), dtype=torch.float64))
+    kept = [torch.as_tensor(value).detach() for value in values]
+    shares = [(weight / total).to(held.device) for weight, held in zip(weights, kept, strict=True)]
+    mean = sum(
+        (held.double() * s for held, s in zip(kept, shares, strict=True)), 0 * kept[0].double()
+    )
+    return mean.to(kept[0].dtype if kept[0].is_floating_point() else torch.float32)
+
+
+def _untold(module: Any, trainer: Any, *args: Any) -> Any:
+    """A training step that logs nothing; copies of a module have no trainer."""
+    before, module._trainer = module._trainer, trainer
+    module.log = module.log_dict = lambda *args, **others: None
+    try:
+        return module.training_step(*args)
+    finally:
+        del module.log, module.log_dict
+        module._trainer = before
+
+
+def _loss_of(output: Any) -> torch.Tensor:
+    loss = output.get("loss") if isinstance(output, dict) else output
+    if not isinstance(loss, torch.Tensor):
+        raise InputError(
+            f"training_step returned {type(output).__name__}, not a loss",
+            hint="return a tensor, or a dict with 'loss'; batches cannot be skipped under a plan",
+        )
+    return loss
+
+
+def _check(trainer: Any, module: Any) -> None:
+    """InputError for what a step by a plan cannot keep, before anything is trained."""
+    strategy = type(trainer.strategy).__name__
+    for told, why in (
+        ("manual optimization" * (not module.automatic_optimization), "use ss.apply there"),
+        (f"{len(trainer.optimizers)} optimizers" * (len(trainer.optimizers) != 1), "one trains"),
+        (
+            f"the strategy {strategy}" * (strategy not in ("SingleDeviceStrategy", "DDPStrategy")),
+            "one device, or strategy='ddp'",
+        ),
+    ):
+        if told:
+            raise InputError(f"a trainer by a plan cannot keep {told}", hint=why)

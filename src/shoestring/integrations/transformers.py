@@ -1,0 +1,215 @@
+"""Hugging Face's Trainer, and TRL's, under a budget or a plan.
+
+    from shoestring.integrations.transformers import BudgetTrainer
+
+    trainer = BudgetTrainer(model=model, args=args, train_dataset=data, budget="24 GB")
+
+For another trainer, such as TRL's: `class BudgetSFT(Budgeted, SFTTrainer): pass`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..errors import InputError
+from ..step.step import Step
+from ..techniques.base import Technique
+from ..techniques.plan import Plan
+from ..trace.fakes import unwrapped
+from ..units import format_size
+from .hosted import (
+    Wanted,
+    changes_state,
+    clip_scaled,
+    hosted_step,
+    library,
+    release,
+    route_updates,
+    synchronized,
+)
+
+with library("transformers", "5.0", "hf"):
+    import transformers
+
+PLAN_FILE, STATE_FILE = "shoestring_plan.toml", "shoestring_state.pt"
+"""In a checkpoint's folder, beside Hugging Face's own."""
+
+_log = logging.getLogger(__name__)
+
+
+class Budgeted:
+    """For a class beside a Trainer: its forward and backward passes run by a plan.
+
+    Everything else is the Trainer's: clipping, accumulation, schedulers, logs, evaluation, saving.
+    The plan is made for the first batch, before the first step. Where a later batch does not fit,
+    the step is taken back and planned again.
+
+    Args:
+        budget: What the GPU may take, such as "24 GB".
+        plan: In place of a budget: what `ss.plan` found, techniques, or the file of a plan.
+        allow: As for `ss.plan`; "lossless" unless said otherwise.
+    """
+
+    step: Step | None = None
+    """What runs the passes, from the first batch on."""
+
+    def __init__(
+        self,
+        *args: Any,
+        budget: str | int | None = None,
+        plan: Plan | Iterable[Technique] | str | None = None,
+        allow: str | Iterable[str] | None = "lossless",
+        **kwargs: Any,
+    ) -> None:
+        self._wanted = Wanted.of(budget, plan, allow)
+        self._in_step = False
+        super().__init__(*args, **kwargs)
+        check_options(self)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's."""
+        check_options(self)
+        return super().train(*args, **kwargs)  # type: ignore[misc]
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
+    ) -> torch.Tensor:
+        """Forward and backward passes of one batch; gradients are left to the Trainer."""
+        batch = self._prepare_inputs(inputs), num_items_in_batch
+        if not self._goes_on(self._bare(model)):
+            self._start(model, batch)
+        assert self.step is not None
+        model.train()
+        loss = self.step(batch, update=False)
+        return loss.to(self.args.device)  # type: ignore[attr-defined]
+
+    def _goes_on(self, model: nn.Module) -> bool:
+        """Whether the step is for this model and optimizer; a second `train()` may have others."""
+        step = self.step
+        if step is None or step.model is not model:
+            return False
+        if step.optimizer is unwrapped(self.optimizer):  # type: ignore[attr-defined]
+            return True
+        self._unroute()
+        if changes_state(step.plan):
+            raise InputError(
+                f"the model was changed by {step.plan.short()} for another optimizer",
+                hint="train on with the same optimizer, or load the weights into a new model",
+            )
+        release(step)
+        return False
+
+    def _bare(self, model: nn.Module) -> nn.Module:
+        return self.accelerator.unwrap_model(model)  # type: ignore[attr-defined]
+
+    def _start(self, model: nn.Module, batch: Any, wanted: Wanted | None = None) -> None:
+        trainer: Any = self
+        chosen = wanted or self._wanted
+        bare = self._bare(model)
+        ranked = model if isinstance(model, DistributedDataParallel) else None
+        gradients = sum(p.nbytes for p in bare.parameters() if p.requires_grad)
+        waiting = trainer.args.gradient_accumulation_steps > 1
+        if ranked is not None and chosen.plan is not None and changes_state(chosen.plan):
+            raise InputError(
+                f"on several ranks the Trainer cannot train by {chosen.plan.short()}",
+                hint='leave what changes weights or state out of the plan: allow="lossless"',
+            )
+        backward = trainer.accelerator.backward
+        passes = super().training_step  # type: ignore[misc]
+
+        def loss(given: nn.Module, batch: Any) -> torch.Tensor:
+            inputs, items = batch
+            found: list[torch.Tensor] = []
+            trainer.accelerator.backward = lambda value, **others: found.append(value)
+            self._in_step = True
+            try:
+                passes(model if given is bare else given, dict(inputs), items)
+            finally:
+                self._in_step = False
+                del trainer.accelerator.backward
+            if len(found) != 1:
+                raise InputError(
+                    f"{type(self).__name__}.training_step made {len(found)} backward passes of "
+                    "accelerator.backward, not one",
+                    hint="use ss.apply in a loop of your own",
+                )
+            return found[0]
+
+        bare.train()
+        self.step = hosted_step(
+            chosen, bare, batch, loss=loss, optimizer=trainer.optimizer, backward=backward,
+            held_bytes=gradients * (waiting + (ranked is not None)),  # and DDP's buckets
+        )  # fmt: skip
+        self._unroute = route_updates(self.step.optimizer, lambda: self.step)
+        if ranked is not None:
+            self.step._setup.split = synchronized(ranked, self.step._setup.split)
+        plan = self.step.plan
+        predicted = getattr(plan, "predicted", None)
+        told = "" if predicted is None else f", predicted {format_size(predicted.peak_bytes)}"
+        _log.info("training by the plan %s%s", plan.short(), told)
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        """Once a batch: within the step it lies where it should."""
+        return inputs if self._in_step else super()._prepare_inputs(inputs)  # type: ignore[misc]
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        norm = self.args.max_grad_norm  # type: ignore[attr-defined]
+        found = None if self.step is None else clip_scaled(self.step, norm)
+        return super()._clip_grad_norm(model) if found is None else found  # type: ignore[misc]
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        if grad_norm is None and self.step is not None:
+            grad_norm = clip_scaled(self.step, float("inf"))
+        return super()._get_grad_norm(model, grad_norm)  # type: ignore[misc]
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+        if self.step is not None and self.args.should_save:  # type: ignore[attr-defined]
+            Plan.of(self.step.plan).save(Path(output_dir) / PLAN_FILE)
+            own = {name: held.state_dict() for name, held in self.step._setup.state.items()}
+            torch.save(own, Path(output_dir) / STATE_FILE)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """State that a plan stores otherwise is loaded by the same plan."""
+        plan = None if checkpoint is None else Path(checkpoint) / PLAN_FILE
+        if plan is not None and plan.exists() and changes_state(saved := Plan.load(plan)):
+            self._start(self.model_wrapped, None, Wanted(plan=saved))  # type: ignore[attr-defined]
+            own = torch.load(plan.parent / STATE_FILE, weights_only=True)
+            assert self.step is not None
+            for name, held in self.step._setup.state.items():
+                held.load_state_dict(own[name])
+        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+
+
+class BudgetTrainer(Budgeted, transformers.Trainer):
+    """`transformers.Trainer` within a budget: `BudgetTrainer(…, budget="24 GB")`."""
+
+
+def check_options(trainer: Any) -> None:
+    """InputError for what a step by a plan cannot keep, before anything is trained."""
+    args = trainer.args
+    optimizer = str(getattr(args.optim, "value", args.optim))
+    for told, why in (
+        ("deepspeed" * bool(args.deepspeed), "it has an engine of its own"),
+        ("fsdp" * bool(args.fsdp), "use ss.apply(…, parallel='fsdp') in a script of your own"),
+        ("torch_compile" * bool(args.torch_compile), "a compiled model has no blocks to recompute"),
+        ("auto_find_batch_size" * bool(args.auto_find_batch_size), "the plan keeps the batch size"),
+        (
+            "gradient_checkpointing" * bool(args.gradient_checkpointing),
+            "the plan decides what is recomputed",
+        ),
+        (
+            f"optim={optimizer!r}" * ("lomo" in optimizer or "layerwise" in optimizer),
+            "it updates in the backward pass",
+        ),
+        (f"{args.n_gpu} GPUs in one process" * (args.n_gpu > 1), "start one for each by torchrun"),
+    ):
+        if told:
+            raise InputError(f"a trainer by a plan cannot keep {told}", hint=f"turn it off: {why}")

@@ -1,0 +1,136 @@
+"""Gradients that never exist together: each goes as soon as its parameter is updated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+
+from ...errors import InputError
+from ...trace.graph import Trace
+from ..base import Flag, Setup, Technique
+from ..claims import MOVED, Circumstances, Claim, Level
+from ..offers import Context, Offer, Update, Updates
+from ..registry import register
+from .release import Release, folds
+
+__all__ = ["GradientRelease"]
+
+_OPTIMIZERS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+
+
+@register
+@dataclass(frozen=True)
+class GradientRelease(Technique):
+    """Update each parameter in the backward pass, when its gradient is final, and free that.
+
+    With microbatches gradients add up until the last one; those of SGD with momentum (not
+    Nesterov's) are added to the momentum itself, `fold=False` keeps their sum.
+    """
+
+    name: ClassVar[str] = "gradient_release"
+    order: ClassVar[int] = 45
+    flags: ClassVar[tuple[Flag, ...]] = (
+        Flag("release", "wanted", bool, "Update each parameter in the backward pass.", False),
+    )
+    changes_passes: ClassVar[bool] = True
+    updates_in_backward: ClassVar[bool] = True
+
+    wanted: bool = True
+    fold: bool = True
+
+    @property
+    def is_neutral(self) -> bool:
+        """As a flag that is off."""
+        return not self.wanted
+
+    def short(self) -> str:
+        """Its name."""
+        return "released gradients" if self.wanted else "kept gradients"
+
+    def describe(self) -> tuple[str, str]:
+        """What it does."""
+        return self.short(), "each update runs in the backward pass, and its gradient goes"
+
+    def refuses(self, other: Technique) -> str | None:
+        """A loss scale is judged by all gradients before any update."""
+        if self.wanted and other.scales_loss:
+            return f"{self.name} updates before {other.name} knows whether a gradient overflowed"
+        return None
+
+    @classmethod
+    def offers(cls, context: Context) -> Iterable[Offer]:
+        """Where there is more than one gradient."""
+        if sum(p.has_gradient for p in context.trace.parameters) > 1:
+            yield Offer(cls(), "each gradient goes as soon as its parameter is updated")
+
+    def claims(self, at: Circumstances) -> Iterable[Claim]:
+        """The same update, earlier; parts are added in another order."""
+        if at.split and self.wanted:
+            yield Claim(Level.ROUNDING, "gradients are added to the momentum part by part", MOVED)
+
+    def estimate_update(self, updates: Updates) -> Update | None:
+        """One tensor at a time."""
+        if not self.wanted or not updates.trained:
+            return None
+        whole = updates.without(self)
+        share = max(updates.trained.values()) / sum(updates.trained.values())
+        passing = whole.passing_bytes
+        if updates.context.device == "cuda":  # an optimizer takes all tensors together there
+            passing = int(passing * share)
+        return replace(
+            whole, gradient_bytes=int(whole.gradient_bytes * share), passing_bytes=passing
+        )
+
+    def predict(self, trace: Trace) -> Trace:
+        """Only the largest gradient is counted."""
+        if not self.wanted:
+            return trace
+        trained = [p for p in trace.parameters if p.has_gradient]
+        largest = max(trained, key=lambda p: p.numel * p.dtype.itemsize, default=None)
+        return replace(
+            trace,
+            parameters=tuple(
+                p if p is largest else replace(p, has_gradient=False) for p in trace.parameters
+            ),
+        )
+
+    def check_ranks(self, setup: Setup, kind: str) -> None:
+        """Ranks add gradients up before the update."""
+        if self.wanted:
+            raise InputError(
+                f"{kind} adds gradients up when all are there, and released ones are gone",
+                hint="leave out gradient_release",
+            )
+
+    def check(self, setup: Setup) -> None:
+        """Only optimizers that take each parameter by itself, and whose step is theirs."""
+        if not self.wanted:
+            return
+        name = type(setup.optimizer).__name__
+        if type(setup.optimizer) not in _OPTIMIZERS:
+            raise InputError(
+                f"the updates of {name} are not known to be independent",
+                hint="SGD, Adam or AdamW can release gradients",
+            )
+        if setup.wrapper is not None:
+            raise InputError(
+                f"released gradients would leave out the step of {type(setup.wrapper).__name__}",
+                hint=f"give the {name} it holds",
+            )
+
+    def apply(self, setup: Setup) -> None:
+        """Hooks on the parameters."""
+        if not self.wanted:
+            return
+        if setup.adds_apart:
+            raise InputError(
+                "compensated accumulation keeps gradients until the end of the batch",
+                hint="accumulate='parameter'",
+            )
+        plain = not setup.update_on_device
+        Release(setup, fold=self.fold and folds(setup, plain))
+        setup.updates_in_backward = True
+        setup.gradients_gone = f"{self.name} updates each parameter in the backward pass"

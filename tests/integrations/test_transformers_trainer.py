@@ -1,0 +1,268 @@
+"""Hugging Face's real Trainer with and without a plan: the same losses, updates, logs and files."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shoestring as ss
+from shoestring.memory.live.measure import measure
+
+transformers = pytest.importorskip("transformers", reason="needs transformers")
+pytest.importorskip("accelerate", reason="needs accelerate")
+
+from shoestring.integrations.transformers import PLAN_FILE, Budgeted, BudgetTrainer  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of the Trainer's own
+os.environ.setdefault("WANDB_DISABLED", "true")
+
+
+def model(seed: int = 0, dropout: float = 0.0) -> Any:
+    torch.manual_seed(seed)
+    config = transformers.LlamaConfig(
+        vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
+        attention_dropout=dropout,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+def dataset(count: int = 48, longest: int = 24) -> list[dict[str, Any]]:
+    """Of different lengths, padded, so that means over tokens and over examples differ."""
+    drawn = torch.Generator().manual_seed(1)
+    made = []
+    for _ in range(count):
+        length = int(torch.randint(8, longest + 1, (), generator=drawn))
+        words = torch.randint(3, 128, (longest,), generator=drawn)
+        labels = words.clone()
+        labels[length:] = -100
+        made.append({"input_ids": words, "labels": labels})
+    return made
+
+
+def arguments(folder: Path, **changed: Any) -> Any:
+    given = {
+        "output_dir": str(folder), "per_device_train_batch_size": 8, "num_train_epochs": 2,
+        "logging_steps": 1, "report_to": [], "use_cpu": True, "learning_rate": 1e-2,
+        "max_grad_norm": 0.5, "warmup_steps": 2, "lr_scheduler_type": "cosine", "seed": 3,
+        "save_strategy": "no", "disable_tqdm": True, "dataloader_pin_memory": False,
+    }  # fmt: skip
+    return transformers.TrainingArguments(**{**given, **changed})
+
+
+def trained(kind: Any, folder: Path, built: Any = None, **given: Any) -> tuple[Any, list[Any]]:
+    own = {
+        name: given.pop(name) for name in ("budget", "plan", "allow", "callbacks") if name in given
+    }
+    resume = given.pop("resume", None)
+    evaluated = {"eval_dataset": dataset(8)} if "eval_strategy" in given else {}
+    trainer = kind(
+        model=built or model(), args=arguments(folder, **given), train_dataset=dataset(),
+        **evaluated, **own,
+    )  # fmt: skip
+    trainer.train(resume_from_checkpoint=resume)
+    timed = ("runtime", "second", "flos")
+    logs = [
+        {k: v for k, v in line.items() if not any(word in k for word in timed)}
+        for line in trainer.state.log_history
+    ]
+    return trainer, logs
+
+
+def same_weights(a: Any, b: Any) -> bool:
+    pairs = zip(a.model.state_dict().values(), b.model.state_dict().values(), strict=True)
+    return all(torch.equal(one, other) for one, other in pairs)
+
+
+CHECKPOINTED = [ss.Checkpointing("residual-1")]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"gradient_accumulation_steps": 2},
+        {"gradient_accumulation_steps": 4, "max_grad_norm": 0.0, "optim": "sgd"},
+        {"label_smoothing_factor": 0.1},
+        {"bf16": True},
+        {"eval_strategy": "steps", "eval_steps": 3, "max_steps": 7},
+        {"optim": "adafactor", "lr_scheduler_type": "linear"},
+    ],
+    ids=lambda given: "-".join(given) or "default",
+)
+def test_a_lossless_plan_changes_no_bit_of_the_logs(tmp_path: Path, given: dict[str, Any]) -> None:
+    plain, expected = trained(transformers.Trainer, tmp_path / "a", **given)
+    planned, found = trained(BudgetTrainer, tmp_path / "b", plan=CHECKPOINTED, **given)
+    assert found == expected
+    assert any("grad_norm" in line and line["grad_norm"] > 0 for line in found)
+    assert planned.state.global_step == plain.state.global_step
+    assert same_weights(plain, planned)
+
+
+@pytest.mark.parametrize("accumulated", [1, 3])
+@pytest.mark.parametrize("mean", [False, True], ids=["items counted", "means"])
+def test_microbatches_train_alike(tmp_path: Path, accumulated: int, mean: bool) -> None:
+    """Also where the Trainer does not count items, and every batch's loss is a mean."""
+
+    def built() -> Any:
+        made = model()
+        if mean:
+            made.accepts_loss_kwargs = False
+        return made
+
+    given: dict[str, Any] = {"gradient_accumulation_steps": accumulated, "optim": "sgd"}
+    _, expected = trained(transformers.Trainer, tmp_path / "a", built(), **given)
+    planned, found = trained(
+        BudgetTrainer, tmp_path / "b", built(), plan=[ss.Microbatching(3)], **given
+    )
+    assert len(found) == len(expected)
+    for one, other in zip(expected, found, strict=True):
+        assert other == pytest.approx(one, rel=1e-4)
+    assert planned.step.plan.short() == "microbatch 3"
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_a_budget_holds(tmp_path: Path, accumulated: int) -> None:
+    """Also where gradients wait for another batch."""
+    batch = {k: torch.stack([d[k] for d in dataset(8)]) for k in ("input_ids", "labels")}
+    needed = measure(
+        model(), batch, loss=lambda m, b: m(**b).loss, optimizer="adamw"
+    ).peak_bytes  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ss.BudgetWarning)
+        planned, _ = trained(
+            BudgetTrainer, tmp_path, budget=int(0.75 * needed),
+            gradient_accumulation_steps=accumulated,
+        )  # fmt: skip
+    assert planned.step.plan.short() != "plain"
+    assert planned.step.measured is not None
+    assert planned.step.measured.peak_bytes <= 0.75 * needed
+
+
+@pytest.mark.parametrize(
+    "plan", [CHECKPOINTED, [ss.Precision("bf16")]], ids=lambda plan: type(plan[0]).__name__
+)
+def test_resuming_goes_on_to_the_bit(tmp_path: Path, plan: Any) -> None:
+    class Killed(Exception):
+        pass
+
+    class Kill(transformers.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+            if state.global_step == 7:
+                raise Killed
+
+    saved = {"save_strategy": "steps", "save_steps": 3, "save_total_limit": 2}
+    whole, expected = trained(BudgetTrainer, tmp_path / "a", model(dropout=0.1), plan=plan, **saved)
+    with pytest.raises(Killed):
+        trained(
+            BudgetTrainer, tmp_path / "b", model(dropout=0.1), plan=plan, callbacks=[Kill()],
+            **saved,
+        )  # fmt: skip
+    assert (tmp_path / "b" / "checkpoint-6" / PLAN_FILE).exists()
+    again, found = trained(
+        BudgetTrainer, tmp_path / "b", model(1, dropout=0.1), plan=plan, resume=True, **saved
+    )
+    assert again.state.global_step == whole.state.global_step
+    assert [line.get("loss") for line in found] == [line.get("loss") for line in expected]
+    assert same_weights(whole, again)
+
+
+def test_a_plan_of_16_bits_is_clipped_logged_and_trained(tmp_path: Path) -> None:
+    _, expected = trained(transformers.Trainer, tmp_path / "a", optim="sgd")
+    planned, found = trained(
+        BudgetTrainer, tmp_path / "b", plan=[ss.Precision("fp16")], optim="sgd"
+    )
+    for one, other in zip(expected[:4], found, strict=False):
+        assert other["loss"] == pytest.approx(one["loss"], rel=2e-2)
+        assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=5e-2)
+    assert next(planned.model.parameters()).dtype is torch.float16
+    assert float(planned.step.loss_scale) > 1
+
+
+def test_early_stopping_and_the_best_model(tmp_path: Path) -> None:
+    given = {
+        "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2,
+        "load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "num_train_epochs": 9,
+        "learning_rate": 0.3,
+    }  # fmt: skip
+    stop = transformers.EarlyStoppingCallback(early_stopping_patience=1)
+    plain, expected = trained(transformers.Trainer, tmp_path / "a", callbacks=[stop], **given)
+    stop = transformers.EarlyStoppingCallback(early_stopping_patience=1)
+    planned, found = trained(
+        BudgetTrainer, tmp_path / "b", callbacks=[stop], plan=CHECKPOINTED, **given
+    )
+    assert found == expected
+    assert plain.state.global_step == planned.state.global_step < 54
+    assert same_weights(plain, planned)
+
+
+def test_training_again_goes_on(tmp_path: Path) -> None:
+    def twice(kind: Any, folder: Path, **own: Any) -> Any:
+        trainer = kind(model=model(), args=arguments(folder), train_dataset=dataset(), **own)
+        trainer.train()
+        trainer.train()
+        return trainer
+
+    plain = twice(transformers.Trainer, tmp_path / "a")
+    assert same_weights(plain, twice(BudgetTrainer, tmp_path / "b", plan=CHECKPOINTED))
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"gradient_checkpointing": True}, "gradient_checkpointing"),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size"),
+        ({"torch_compile": True}, "torch_compile"),
+    ],
+)
+def test_options_it_cannot_keep_are_named_before_training(
+    tmp_path: Path, changed: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(ss.InputError, match=told):
+        BudgetTrainer(
+            model=model(), args=arguments(tmp_path, **changed), train_dataset=dataset(),
+            budget="1 GB",
+        )  # fmt: skip
+
+
+def test_a_budget_or_a_plan_is_needed(tmp_path: Path) -> None:
+    for own in ({}, {"budget": "1 GB", "plan": CHECKPOINTED}):
+        with pytest.raises(ss.InputError, match="a budget or a plan"):
+            BudgetTrainer(model=model(), args=arguments(tmp_path), **own)
+
+
+def test_a_training_step_of_another_kind_is_refused(tmp_path: Path) -> None:
+    class Own(transformers.Trainer):
+        def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+            loss = model(**inputs).loss
+            loss.backward()
+            return loss.detach()
+
+    class Both(Budgeted, Own):
+        pass
+
+    with pytest.raises(ss.InputError, match="0 backward passes"):
+        trained(Both, tmp_path, plan=CHECKPOINTED)
+
+
+@pytest.mark.slow
+def test_on_two_ranks_of_torchrun(tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    script = Path(__file__).with_name("trainers_on_two_ranks.py")
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", script],
+        env={
+            **os.environ, "PYTHONPATH": f"{root / 'src'}:{root / 'tests'}", "OMP_NUM_THREADS": "1",
+            "ACCELERATE_USE_CPU": "true", "TMPDIR": str(tmp_path),
+        },
+        capture_output=True,
+        text=True,
+    )  # fmt: skip
+    assert "world of 2: all the same" in done.stdout, done.stderr[-3000:]
