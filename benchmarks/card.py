@@ -131,7 +131,9 @@ class Case:
         clean()
 
 
-def examine(case: Case, budgets: list[str], allow: str, write: Any) -> None:
+def examine(
+    case: Case, budgets: list[str], allow: str, write: Any, *, at_once: bool = False
+) -> None:
     """Every way of one model."""
     name = case.subject.name
     plain = case.plain()
@@ -145,7 +147,7 @@ def examine(case: Case, budgets: list[str], allow: str, write: Any) -> None:
             continue
         bound = peer["reserved_bytes"] if text == "gc" and peer else None
         budget = bound or int(float(text) * plain["reserved_bytes"])
-        for allowed in dict.fromkeys(("lossless", allow)):
+        for allowed in [allow] if at_once else dict.fromkeys(("lossless", allow)):
             row = case.planned(budget, allowed)
             peer_ms = peer["ms"] if peer else None
             write({"name": name, "way": f"plan {text}", "plain_bytes": plain["reserved_bytes"],
@@ -188,6 +190,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--budgets", nargs="*", default=list(FRACTIONS))
     parser.add_argument("--allow", default="lossless")
+    parser.add_argument("--at-once", action="store_true", help="do not try lossless plans first")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--out", type=Path)
@@ -207,7 +210,7 @@ def main() -> None:
     for name in given.names or SUBJECTS:
         try:
             case = Case(SUBJECTS[name], given.device, given.tiny, given.steps)
-            examine(case, given.budgets, given.allow, write)
+            examine(case, given.budgets, given.allow, write, at_once=given.at_once)
         except Exception as error:
             traceback.print_exc()
             write({"name": name, "way": "-", "failed": f"{type(error).__name__}: {error}"[:300]})
@@ -219,8 +222,7 @@ def several(given: argparse.Namespace) -> None:
     def one(name: str) -> str:
         command = [sys.executable, __file__, name, "--device", given.device, "--allow", given.allow,
                    "--steps", str(given.steps), "--budgets", *given.budgets]  # fmt: skip
-        if given.tiny:
-            command.append("--tiny")
+        command += ["--tiny"] * given.tiny + ["--at-once"] * given.at_once
         if given.out:
             command += ["--out", str(given.out)]
         env = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -32,6 +32,16 @@ def test_every_study_folder_is_in_the_overview():
     assert there == set(folders(RESULTS))
 
 
+def test_flops_are_relative_to_the_baselines_minibatch():
+    """The report's arrows: sparsity takes less, microbatches as many, checkpoints more."""
+    rows = load_results(RESULTS / "paper" / "techniques").rows
+    ratio = {row.settings["technique"]: row.quantities["flops_ratio"] for row in rows}
+    assert ratio["none"] == ratio["low precision"] == 1
+    assert 0.3 < ratio["sparsity"] < 0.31
+    assert ratio["microbatching"] == pytest.approx(1, abs=1e-6)
+    assert 1.3 < ratio["checkpointing"] < 1.32
+
+
 def test_accuracies_in_the_readme_are_those_of_the_records(cifar10):
     """Its table has the rows of results/cifar10 in their order: memory, accuracy and the rest."""
     table = README.partition("## What they cost in accuracy")[2].partition("\n\n\\*")[0]

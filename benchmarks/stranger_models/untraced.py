@@ -109,12 +109,12 @@ def _detr(scale: int) -> Made:
         encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=64,
         decoder_ffn_dim=64, num_queries=8, num_labels=5, dropout=0.0,
     )  # fmt: skip
-    rows = 4 * scale
+    rows = 6 * scale
     counts = [1 + row % 3 for row in range(rows)]
     labels = [
         {"class_labels": torch.arange(n) % 5, "boxes": torch.rand(n, 4) / 2 + 0.2} for n in counts
     ]
-    batch = {"pixel_values": torch.randn(rows, 3, 64, 64), "labels": labels}
+    batch = {"pixel_values": torch.randn(rows, 3, 128, 128), "labels": labels}
 
     def loss(model: nn.Module, b: dict[str, Any]) -> Tensor:
         value: Tensor = model(**b).loss

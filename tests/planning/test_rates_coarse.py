@@ -52,7 +52,7 @@ def test_rates_snap_to_what_they_should_be() -> None:
 
 def test_a_plan_says_what_it_was_chosen_by() -> None:
     torch.manual_seed(0)
-    model, batch = nn.Sequential(*(Block() for _ in range(4))), torch.randn(64, 32)
+    model, batch = nn.Sequential(*(Block() for _ in range(4))), torch.randn(512, 32)
     given: dict[str, Any] = {
         "loss": lambda m, b: m(b).square().mean(),
         "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),

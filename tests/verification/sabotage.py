@@ -1,4 +1,7 @@
-"""Twelve small models, and techniques that are wrong on purpose in ten ways."""
+"""Thirteen small models, and techniques that are wrong on purpose in ten ways.
+
+PYTHONPATH=src:tests python -m verification.sabotage     # how many are caught, and pass
+"""
 
 from __future__ import annotations
 
@@ -325,3 +328,45 @@ def compared(
     with rewound_streams() as rewind:
         plan = Plan.of(chosen)
         return prove(plan, model, optimizer, case.loss, [batch] * steps, rewind, None)[1]
+
+
+CARRIERS = ("checkpointing", "microbatching")
+TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def cases(names: Iterable[str], types: Iterable[str] = TYPES) -> list[tuple[Any, ...]]:
+    """(model, type, technique, mistake or None)."""
+    return [
+        (name, kind, carrier, wrong)
+        for name in names
+        for kind in types
+        for carrier in CARRIERS
+        for wrong in (None, *WRONG)
+        if wrong is None or applies(wrong, name, carrier)
+    ]
+
+
+def broken(name: str, kind: str, carrier: str, wrong: str | None) -> list[str]:
+    """What a certificate says against it."""
+    rows = compared(name, [technique(carrier, name, wrong)], TYPES[kind])
+    return [f"{row.what} ({row.tensor}): {row.why}" for row in rows if not row.ok]
+
+
+def main() -> None:
+    """Try all; print counts, and by name what went wrong."""
+    torch.set_num_threads(1)
+    found = {case: bool(broken(*case)) for case in cases(CASES)}
+    wrong = {case: told for case, told in found.items() if case[3] is not None}
+    honest = {case: told for case, told in found.items() if case[3] is None}
+    print(
+        f"{len(CASES)} models, {len(WRONG)} mistakes, {', '.join(TYPES)}, torch {torch.__version__}"
+    )
+    print(f"mistakes caught: {sum(wrong.values())} of {len(wrong)}")
+    print(f"honest plans passed: {len(honest) - sum(honest.values())} of {len(honest)}")
+    for case, told in found.items():
+        if told is (case[3] is None):
+            print("  ", *case)
+
+
+if __name__ == "__main__":
+    main()

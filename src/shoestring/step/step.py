@@ -403,10 +403,7 @@ def apply_alone(
     if chosen.budget_bytes is not None:
         step._hold = Hold(step, chosen)
         if not chosen.predicted.captured:
-            step.use_graph(
-                False,
-                "the plan is for eager steps: a graph had no room, or the update needs the host",
-            )
+            step.use_graph(False, "the plan is for eager steps, for which alone there was room")
     return step
 
 

@@ -27,6 +27,7 @@ from shoestring.lab.models.dynamic_conv import (
     layer_kernels,
     sinusoidal_positions,
 )
+from shoestring.trace.blocks import block_paths
 
 PARAMETERS = {
     "dc-transformer": 38_685_184,
@@ -174,6 +175,9 @@ def test_base_model_is_the_reports() -> None:
     assert isinstance(model.encoder.layers, nn.ModuleList)
     assert isinstance(model.decoder.layers, nn.ModuleList)
     assert (len(model.encoder.layers), len(model.decoder.layers)) == (7, 6)
+    blocks = block_paths(model)  # what is recomputed as one: a residual connection, as counted
+    assert len(blocks) == 7 * 2 + 6 * 3
+    assert blocks[0] == "encoder.layers.0.0" and blocks[-1] == "decoder.layers.5.2"
     sparse = [m.weight for m in model.modules() if isinstance(m, nn.Linear | nn.Embedding)]
     assert sum(w.numel() for w in sparse) > 0.98 * PARAMETERS["dc-transformer"]
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from shoestring import Plan, Precision, Sparsity, apply
+from shoestring import OptimizerState, Plan, Precision, Sparsity, apply
 from shoestring.errors import InputError
 from shoestring.lab.runs import snapshot
 from shoestring.lab.runs.average import averaged_model, mean_of
@@ -33,12 +33,12 @@ def build():
     return model, lambda model, batch: model(batch).square().mean()
 
 
-@pytest.mark.parametrize("kind", ["fp32", "fp16"])
-def test_sparse_weights_are_averaged_across_rewirings(tmp_path, kind):
+@pytest.mark.parametrize("others", [(), (Precision("fp16"),)], ids=["fp32", "fp16"])
+def test_sparse_weights_are_averaged_across_rewirings(tmp_path, others):
     """As the report does: the mean of ten has nonzeros wherever one of them has, and is dense."""
-    plan = Plan.of([Sparsity(0.3, schedule=((100, 1),), fraction_multiplier=20), Precision(kind)])
+    plan = Plan.of([Sparsity(0.3, schedule=((100, 1),), fraction_multiplier=20), *others])
     model, loss = build()
-    step = apply(plan, model, torch.optim.SGD(model.parameters(), lr=0.5), loss=loss)
+    step = apply(plan, model, torch.optim.Adam(model.parameters(), lr=0.05), loss=loss)
     paths, dense = [], []
     for number in range(1, 11):
         step(torch.randn(4, 6))
@@ -54,6 +54,20 @@ def test_sparse_weights_are_averaged_across_rewirings(tmp_path, kind):
         assert found[name].equal(mean), name
     weight = "2.weight"
     assert (found[weight] != 0).sum() > (dense[-1][weight] != 0).sum()
+
+
+def test_techniques_of_the_update_change_nothing_in_a_mean(tmp_path):
+    """They are applied to an optimizer that the techniques of a text know."""
+    plan = Plan.of([OptimizerState(8, smallest=8)])
+    states = [build()[0].state_dict() for _ in range(2)]
+    states[1]["0.bias"] = states[1]["0.bias"] + 1
+    paths = [
+        snapshot.save(tmp_path, number, {"model": state}, kind="weights", keep=10)
+        for number, state in enumerate(states)
+    ]
+    made, count = averaged_model(build, plan, paths, torch.device("cpu"))
+    assert count == 2
+    assert torch.allclose(made.state_dict()["0.bias"], states[0]["0.bias"] + 0.5)
 
 
 def test_weights_of_different_models_have_no_mean():

@@ -98,6 +98,20 @@ def test_records_tell_the_run(tmp_path):
     assert 0 < start["predicted"]["fundamental_peak_bytes"] < written["measured_peak_bytes"]
 
 
+def test_records_count_rewirings_and_skipped_updates(tmp_path):
+    """Those of the whole run, also where it was made in parts."""
+    run(tmp_path / "whole", ALL)
+    run(tmp_path / "parts", ALL, stop_after=5)
+    run(tmp_path / "parts", ALL, resume=True)
+    for name in ("whole", "parts"):
+        *_, evaluation, end = read(tmp_path / name)
+        due = end["step"] // 5  # every fifth update
+        assert end["rewirings"] == evaluation["rewirings"] == due > 0
+        assert end["rewired_weights"] > 0 and end["skipped_updates"] == 0
+    run(tmp_path / "plain")
+    assert not {"rewirings", "skipped_updates"} & read(tmp_path / "plain")[-1].keys()
+
+
 def test_train_loss_is_the_mean_of_the_losses(tmp_path, monkeypatch):
     losses = []
     plain = trainer_module.Trainer.advance

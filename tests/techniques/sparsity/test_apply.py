@@ -77,7 +77,7 @@ def test_what_is_wrong_is_said_before_anything_changes() -> None:
         {"density": 0.0},
         {"density": 0.5, "method": "magic"},
         {"density": 0.5, "tensors": "weight"},
-        {"density": 0.5, "frequency_multiplier": 0},
+        {"density": 0.5, "frequency_multiplier": -1},
         {"density": 0.5, "schedule": ((100, 10), (50, 10))},
         {"density": 0.5, "schedule": ((100, 0),)},
     ],

@@ -15,7 +15,7 @@ from ..models.dynamic_conv import (
     ConvolutionBlock,
     CrossAttention,
     DCTransformer,
-    DecoderLayer,
+    residuals,
     sinusoidal_positions,
 )
 
@@ -25,24 +25,24 @@ class Incremental:
 
     def __init__(self, model: DCTransformer, source: Tensor, hypotheses: int) -> None:
         self._decoder = model.decoder
-        self._layers = [layer for layer in model.decoder.layers if isinstance(layer, DecoderLayer)]
+        self._layers = list(residuals(model.decoder.layers))
         self.padding = source == PADDING
         memory = model.encoder(source, self.padding)
-        self._memory = [_keys_and_values(layer.attention, memory) for layer in self._layers]
+        self._memory = [_keys_and_values(layer[1].inside, memory) for layer in self._layers]
         shape = (len(source), hypotheses)
         self._inputs = [
-            memory.new_zeros(*shape, layer.convolution.left, memory.shape[2])
-            for layer in self._layers
+            memory.new_zeros(*shape, convolution.inside.left, memory.shape[2])
+            for convolution, *_ in self._layers
         ]
         self._position = 0
 
     def step(self, tokens: Tensor) -> Tensor:
         """Feed the next token of every hypothesis; log p of the one after, in FP32."""
         x = self._embed(tokens)
-        for number, layer in enumerate(self._layers):
-            x = layer.convolution_norm(x + self._convolve(number, layer.convolution, x))
-            x = layer.attention_norm(x + self._attend(number, layer.attention, x))
-            x = layer.feed_forward_norm(x + layer.feed_forward(x))
+        for number, (convolution, attention, feed_forward) in enumerate(self._layers):
+            x = convolution.norm(x + self._convolve(number, convolution.inside, x))
+            x = attention.norm(x + self._attend(number, attention.inside, x))
+            x = feed_forward(x)
         self._position += 1
         scores: Tensor = self._decoder.output(x)
         return scores.float().log_softmax(-1)

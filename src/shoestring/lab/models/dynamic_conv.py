@@ -11,6 +11,7 @@ convolutions of the decoder then never reach padding.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,41 +142,43 @@ class FeedForward(nn.Sequential):
         super().__init__(nn.Linear(width, inner), nn.ReLU(), nn.Linear(inner, width))
 
 
-class EncoderLayer(nn.Module):
-    """Convolution and feed-forward, each as x <- LayerNorm(x + dropout(f(x)))."""
+class Residual(nn.Module):
+    """x <- LayerNorm(x + dropout(f(x))), the block after which a checkpoint may stand.
 
-    def __init__(self, config: TransformerConfig, kernel: int) -> None:
+    A layer is a list of two or three of these, so that what is recomputed as one is what the
+    report counts: 32 residual connections, not 13 layers.
+    """
+
+    def __init__(self, inside: nn.Module, config: TransformerConfig) -> None:
         super().__init__()
-        self.convolution = ConvolutionBlock(config, kernel, causal=False)
-        self.convolution_norm = nn.LayerNorm(config.width)
-        self.feed_forward = FeedForward(config)
-        self.feed_forward_norm = nn.LayerNorm(config.width)
+        self.inside = inside
+        self.norm = nn.LayerNorm(config.width)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, padding: Tensor) -> Tensor:
-        """One layer, (batch, time, width) to the same shape."""
-        x = self.convolution_norm(x + self.dropout(self.convolution(x, padding)))
-        return self.feed_forward_norm(x + self.dropout(self.feed_forward(x)))
+    def forward(self, x: Tensor, *more: Tensor) -> Tensor:
+        """(batch, time, width) to the same shape; `more` is what the inside takes besides."""
+        out: Tensor = self.norm(x + self.dropout(self.inside(x, *more)))
+        return out
 
 
-class DecoderLayer(nn.Module):
-    """Causal convolution, attention and feed-forward, each as in the encoder."""
+def residuals(layers: nn.ModuleList) -> Iterator[list[Any]]:
+    """The residual connections of each layer."""
+    for layer in layers:
+        assert isinstance(layer, nn.ModuleList)
+        yield list(layer)
 
-    def __init__(self, config: TransformerConfig, kernel: int) -> None:
-        super().__init__()
-        self.convolution = ConvolutionBlock(config, kernel, causal=True)
-        self.convolution_norm = nn.LayerNorm(config.width)
-        self.attention = CrossAttention(config)
-        self.attention_norm = nn.LayerNorm(config.width)
-        self.feed_forward = FeedForward(config)
-        self.feed_forward_norm = nn.LayerNorm(config.width)
-        self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, memory: Tensor, padding: Tensor) -> Tensor:
-        """One layer, (batch, time, width) to the same shape."""
-        x = self.convolution_norm(x + self.dropout(self.convolution(x)))
-        x = self.attention_norm(x + self.dropout(self.attention(x, memory, padding)))
-        return self.feed_forward_norm(x + self.dropout(self.feed_forward(x)))
+def encoder_layer(config: TransformerConfig, kernel: int) -> nn.ModuleList:
+    """Convolution and feed-forward."""
+    insides = ConvolutionBlock(config, kernel, causal=False), FeedForward(config)
+    return nn.ModuleList(Residual(inside, config) for inside in insides)
+
+
+def decoder_layer(config: TransformerConfig, kernel: int) -> nn.ModuleList:
+    """Causal convolution, attention and feed-forward."""
+    convolution = ConvolutionBlock(config, kernel, causal=True)
+    insides = convolution, CrossAttention(config), FeedForward(config)
+    return nn.ModuleList(Residual(inside, config) for inside in insides)
 
 
 def sinusoidal_positions(time: int, width: int, device: torch.device) -> Tensor:
@@ -212,13 +215,13 @@ class Encoder(nn.Module):
         super().__init__()
         self.embedding = TokenEmbedding(config.source_vocabulary, config.width, config.dropout)
         kernels = layer_kernels(ENCODER_KERNELS, config.encoder_layers)
-        self.layers = nn.ModuleList(EncoderLayer(config, kernel) for kernel in kernels)
+        self.layers = nn.ModuleList(encoder_layer(config, kernel) for kernel in kernels)
 
     def forward(self, source: Tensor, padding: Tensor) -> Tensor:
         """The memory the decoder attends to, (batch, source time, width)."""
         x: Tensor = self.embedding(source)
-        for layer in self.layers:
-            x = layer(x, padding)
+        for convolution, feed_forward in residuals(self.layers):
+            x = feed_forward(convolution(x, padding))
         return x
 
 
@@ -239,14 +242,14 @@ class Decoder(nn.Module):
         super().__init__()
         self.embedding = TokenEmbedding(config.target_vocabulary, config.width, config.dropout)
         kernels = layer_kernels(DECODER_KERNELS, config.decoder_layers)
-        self.layers = nn.ModuleList(DecoderLayer(config, kernel) for kernel in kernels)
+        self.layers = nn.ModuleList(decoder_layer(config, kernel) for kernel in kernels)
         self.output = OutputEmbedding(config.width, config.target_vocabulary, bias=False)
 
     def forward(self, target: Tensor, memory: Tensor, padding: Tensor, *scored: Any) -> Tensor:
         """Scores of the token after each one of the target, or the loss of those `scored`."""
         x = self.embedding(target)
-        for layer in self.layers:
-            x = layer(x, memory, padding)
+        for convolution, attention, feed_forward in residuals(self.layers):
+            x = feed_forward(attention(convolution(x), memory, padding))
         return self.output(x, *scored)
 
 

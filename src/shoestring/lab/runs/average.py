@@ -76,7 +76,7 @@ def applied(
     """A new model as these techniques store it; those that change only the step do not matter."""
     model, loss = build()
     model.to(device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.0)  # what texts are trained with
     lasting = Plan(technique for technique in techniques if not technique.revisable)
     return apply(lasting, model, optimizer, loss=loss).model
 

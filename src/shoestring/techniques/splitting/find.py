@@ -32,6 +32,7 @@ from ...trace.wide import staying_wide, wide_batch, wide_model
 from ..base import Setup
 from ..draws import observed_by
 from . import SplitFound
+from .bounds import InBounds
 from .draws import Drawn, Slices, open_kernels
 from .units import AUTO, EXAMPLES, SUM, Units, tensors_by_path, weights
 
@@ -61,10 +62,14 @@ class _Watched(Drawn):
         self.targets: list[tuple[torch.Tensor, int]] = []
         self.kinds: set[torch.dtype] = set()
         self.weighted = False
+        self.reads = False
+        """Python saw a number or a truth value, which may decide what runs."""
 
     def other(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Look at the arguments of likelihoods."""
         made = func(*args, **kwargs)
+        if func is torch.ops.aten._local_scalar_dense.default:
+            self.reads = self.reads or args[0].is_floating_point() or args[0].dtype is torch.bool
         if isinstance(made, torch.Tensor) and not func.is_view and made.is_floating_point():
             self.kinds.add(made.dtype)
         if func._schema.name in ("aten::nll_loss_forward", "aten::nll_loss2d_forward"):
@@ -97,18 +102,32 @@ def find_units(model: nn.Module, batch: Any, loss: Loss, *, light: bool = False)
     )  # other networks that the loss trains or moves
     with warnings.catch_warnings(), rewound_streams(), untouched, observed_by(None):
         warnings.simplefilter("ignore")
-        size = sum(p.numel() * max(p.element_size(), 8) for p in model.parameters())
-        few, wide = cut(batch, 0, EXAMPLES_TRIED), size <= WIDE_BYTES
-        first = _Trial(model, few, loss, wide=wide)
+        found, reads = _tested(model, cut(batch, 0, EXAMPLES_TRIED), loss, light)
+        if examples > EXAMPLES_TRIED and (found.splits is None or (found.splits and reads)):
+            # It runs on batches of this size alone, or what it reads decides what it does.
+            whole, _ = _tested(model, batch, loss, light or bool(found.splits), whole=True)
+            found = whole if whole.splits is not None else found
+        return found
+
+
+def _tested(
+    model: nn.Module, batch: Any, loss: Loss, light: bool, *, whole: bool = False
+) -> tuple[SplitFound, bool]:
+    """In FP64 where the model is small and runs so, and whether the step reads values."""
+    examples = examples_of(batch) or 0
+    cuts = tuple(sorted({1, examples // 4, examples // 2} - {0})) if whole else CUTS
+    size = sum(p.numel() * max(p.element_size(), 8) for p in model.parameters())
+    why = ""
+    for wide in (True, False) if size <= WIDE_BYTES else (False,):
+        trial = _Trial(model, batch, loss, wide=wide, cuts=cuts)
         try:
-            return first.found(gradients=wide or not light)
+            return trial.found(gradients=wide or not light), trial.reads
         except _Failed as error:
-            if not first.wide:
-                return SplitFound(AUTO, None, assumed.format(f"the test failed: {error}"))
-        try:
-            return _Trial(model, few, loss, wide=False).found(gradients=not light)
-        except _Failed as error:
-            return SplitFound(AUTO, None, assumed.format(f"the test failed: {error}"))
+            why = str(error)
+            if whole and trial.runs and not error.large:
+                return SplitFound(EXAMPLES, False, f"its parts do not run: {why}"), False
+    why = f"assumed: the test failed: {why}; the first batch that is trained on decides"
+    return SplitFound(AUTO, None, why), False
 
 
 def tested_units(setup: Setup, batch: Any) -> str | Units:
@@ -131,6 +150,11 @@ def tested_units(setup: Setup, batch: Any) -> str | Units:
 
 class _Failed(Exception):
     """The loss did not run; its message is the reason."""
+
+    def __init__(self, message: str, *, large: bool = False) -> None:
+        super().__init__(message)
+        self.large = large
+        """There was not enough memory."""
 
 
 @dataclass(frozen=True)
@@ -159,12 +183,30 @@ class _Values:
 class _Trial:
     """The model on a few examples, in FP64 or as it is."""
 
-    def __init__(self, model: nn.Module, batch: Any, loss: Loss, *, wide: bool) -> None:
-        self.wide, self._model, self._loss = wide, model, loss
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Any,
+        loss: Loss,
+        *,
+        wide: bool,
+        cuts: tuple[int, ...] = CUTS,
+    ) -> None:
+        self.wide, self._model, self._loss, self._cuts = wide, model, loss, cuts
         self._examples = examples_of(batch) or 0
         self._batch = wide_batch(batch) if wide else _in_type_of(model, batch)
         self._seen: _Watched | None = None
         self._open = False
+
+    @property
+    def runs(self) -> bool:
+        """All examples together ran."""
+        return self._seen is not None
+
+    @property
+    def reads(self) -> bool:
+        """Python saw values of tensors."""
+        return self._seen is not None and self._seen.reads
 
     def found(self, *, gradients: bool) -> SplitFound:
         """The units by which it splits, or that there are none."""
@@ -223,7 +265,7 @@ class _Trial:
                    default=torch.float32)  # fmt: skip
         failed: _Failed | None = None
         cuts = []
-        for at in CUTS:
+        for at in self._cuts:
             if at >= self._examples:
                 continue
             rows = [(0, at), (at, self._examples)]
@@ -263,7 +305,7 @@ class _Trial:
                 wanted = [memo[id(p)] for p in parameters]
                 return torch.autograd.grad(value, wanted, allow_unused=True)
         except torch.OutOfMemoryError as error:
-            raise _Failed("out of memory") from error
+            raise _Failed("out of memory", large=True) from error
         except Exception as error:
             first = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise _Failed(first) from error
@@ -273,7 +315,8 @@ class _Trial:
     @contextmanager
     def _context(self) -> Iterator[None]:
         wide: Any = staying_wide() if self.wide else nullcontext()
-        with open_kernels() if self._open else nullcontext(), wide:
+        guarded: Any = InBounds() if next(self._model.parameters()).is_cuda else nullcontext()
+        with open_kernels() if self._open else nullcontext(), wide, guarded:
             yield
 
     @contextmanager

@@ -1,0 +1,104 @@
+"""Where a few examples do not tell how a loss splits, the whole batch does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import shoestring as ss
+from shoestring.errors import InputError
+from shoestring.techniques.splitting.bounds import InBounds
+from shoestring.techniques.splitting.find import find_units
+
+ROWS = 32
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3))
+
+
+class Sure(nn.Module):
+    """Leaves early if the batch as a whole is sure."""
+
+    def __init__(self, yes: bool = False) -> None:
+        super().__init__()
+        self.first, self.second, self.yes = nn.Linear(6, 6), nn.Linear(6, 6), yes
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = self.first(x).tanh()
+        sure = (x.mean() > 0) if not self.yes else x.abs().amax() > 0
+        return made if bool(sure) else self.second(made)
+
+
+def batch() -> Any:
+    """The first four rows are on one side, all together on the other."""
+    x = torch.rand(ROWS, 6, generator=torch.Generator().manual_seed(0))
+    x[4:] -= 2
+    return x, torch.arange(ROWS) % 3, torch.arange(ROWS).roll(5)
+
+
+def classify(model: nn.Module, b: Any) -> torch.Tensor:
+    return F.cross_entropy(model(b[0]), b[1])
+
+
+def hardest(model: nn.Module, b: Any) -> torch.Tensor:
+    return F.cross_entropy(model(b[0]), b[1], reduction="none").topk(6).values.mean()
+
+
+def partners(model: nn.Module, b: Any) -> torch.Tensor:
+    made = model(b[0])
+    return (made - made[b[2]]).square().mean()
+
+
+def fixed(model: nn.Module, b: Any) -> torch.Tensor:
+    """Runs with whole batches and halves alone."""
+    return model(b[0]).reshape(-1, ROWS // 2, 3).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("model", "loss"), [(Sure, classify), (net, hardest), (net, partners)],
+    ids=["decided by the batch", "the six hardest", "positions of rows"],
+)  # fmt: skip
+def test_what_few_examples_do_not_show(model: Any, loss: Any) -> None:
+    torch.manual_seed(0)
+    found = find_units(model(), batch(), loss)
+    assert found.splits is False, found
+
+
+@pytest.mark.parametrize(
+    ("model", "loss"), [(lambda: Sure(True), classify), (net, fixed)],
+    ids=["decided alike", "of a size that few examples have not"],
+)  # fmt: skip
+def test_what_splits_all_the_same(model: Any, loss: Any) -> None:
+    torch.manual_seed(0)
+    found = find_units(model(), batch(), loss)
+    assert found.splits and f"tested on {ROWS} examples" in found.why, found
+
+
+def test_microbatches_by_hand_are_refused_before_anything_moves() -> None:
+    model = net()
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = ss.apply([ss.Microbatching(8)], model, optimizer, loss=partners)
+    with pytest.raises(InputError, match="its parts do not run"):
+        step(batch())
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_positions_are_looked_at_before_a_kernel_is_started() -> None:
+    """On CUDA the kernel would end the process."""
+    rows, three = torch.randn(4, 2), torch.tensor([0, 3, -4])
+    with InBounds():
+        assert rows[three].shape == rows.index_select(0, three % 4).shape == (3, 2)
+        for far in (torch.tensor([4]), torch.tensor([-5])):
+            with pytest.raises(IndexError, match="out of bounds for 4 rows"):
+                rows[far]
+        with pytest.raises(IndexError, match="out of bounds for 4 rows"):
+            rows.gather(0, torch.full((1, 2), 9))
+        with pytest.raises(IndexError, match="out of bounds for 2 rows"):
+            F.embedding(torch.tensor([3]), rows[:2])
