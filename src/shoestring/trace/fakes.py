@@ -139,10 +139,10 @@ def make_optimizer(
         _early_state(made)
         return made
     check_optimizer(optimizer)
-    return _optimizer_twin(unwrapped(optimizer), mapping, {})
+    return optimizer_twin(unwrapped(optimizer), mapping, {})
 
 
-def _optimizer_twin(
+def optimizer_twin(
     optimizer: torch.optim.Optimizer, mapping: dict[int, torch.Tensor], memo: dict[int, Any]
 ) -> torch.optim.Optimizer:
     """A copy over other parameters; optimizers it holds, and groups it shares with them, as well.
@@ -165,7 +165,7 @@ def _optimizer_twin(
         held["state"] = memo.setdefault(id(state), defaultdict(dict))
     for name, value in held.items():
         if isinstance(value, torch.optim.Optimizer):
-            held[name] = _optimizer_twin(value, mapping, memo)
+            held[name] = optimizer_twin(value, mapping, memo)
         elif name.startswith("_optimizer_step_p"):
             held[name] = OrderedDict()
     vars(twin).update(held)

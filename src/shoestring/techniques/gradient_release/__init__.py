@@ -35,7 +35,6 @@ class GradientRelease(Technique):
     flags: ClassVar[tuple[Flag, ...]] = (
         Flag("release", "wanted", bool, "Update each parameter in the backward pass.", False),
     )
-    changes_passes: ClassVar[bool] = True
     updates_in_backward: ClassVar[bool] = True
 
     wanted: bool = True
