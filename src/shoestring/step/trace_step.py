@@ -21,6 +21,7 @@ from ..trace.answers import Answers, with_answers
 from ..trace.attributes import held_by
 from ..trace.batches import tensors_of
 from ..trace.capture import Loss, RecordedStep, freeze, named_failures
+from ..trace.compiled import uncompiled
 from ..trace.cuda import CudaKernels
 from ..trace.draws import at_worst
 from ..trace.fakes import (
@@ -139,11 +140,11 @@ class _Request:
             kernels: AbstractContextManager[Any] = (
                 CudaKernels() if device == "cuda" else nullcontext()
             )
-            with named_failures(recorder), asked, mode, outside, kernels:
+            with named_failures(recorder), uncompiled(recorder), asked, mode, outside, kernels:
                 step = apply_alone(Plan.of(plan), twin, updates, loss=loss)
+                capturable = self._becomes_a_graph(step._setup)
                 if device == "cuda":
                     default_to_foreach(updates)
-                capturable = self._becomes_a_graph(step._setup)
                 if capturable and captured:
                     outside.stop_asking()
                 if size is not None:

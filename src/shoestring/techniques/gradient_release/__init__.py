@@ -31,11 +31,11 @@ class GradientRelease(Technique):
     """
 
     name: ClassVar[str] = "gradient_release"
+    same_state: ClassVar[bool] = True
     order: ClassVar[int] = 45
     flags: ClassVar[tuple[Flag, ...]] = (
         Flag("release", "wanted", bool, "Update each parameter in the backward pass.", False),
     )
-    changes_passes: ClassVar[bool] = True
     updates_in_backward: ClassVar[bool] = True
 
     wanted: bool = True

@@ -46,6 +46,7 @@ class Microbatching(Technique):
     """
 
     name: ClassVar[str] = "microbatching"
+    same_state: ClassVar[bool] = True
     order: ClassVar[int] = 40
     flags: ClassVar[tuple[Flag, ...]] = (
         Flag(
