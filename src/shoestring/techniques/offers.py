@@ -107,6 +107,8 @@ class Context:
         self.accounting, self.reserved = accounting, reserved
         """On CUDA a budget is of what the allocator takes from the card, not of what is in use."""
         self._batch_norm = batch_norm
+        self.known_chain: Any = None
+        """What the scheduler found for the plain step, where others differ from it in places."""
         self.split = split or SplitFound("auto", None, "assumed: the loss was not tested")
         """How the loss of a batch splits into those of its parts, as tested on real values."""
         self._writers = writers

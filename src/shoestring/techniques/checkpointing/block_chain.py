@@ -42,6 +42,7 @@ def estimate_chain(
     optimizer: OptimizerLike = None,
     blocks: Sequence[str] = (),
     seen: Callable[[Trace], None] | None = None,
+    like: Chain | None = None,
 ) -> Chain:
     """The chain of blocks of the step that a plan makes, its own checkpointing left out.
 
@@ -49,7 +50,8 @@ def estimate_chain(
     by default they are found, as small as they still hand their output to one another; where much
     is kept before the first of them, modules there are stages as well. Those that do not run
     exactly once belong to what is around them. Names of the stages are paths of the blocks, in the
-    order they run. `seen` is given the trace of the step that keeps everything.
+    order they run. `seen` is given the trace of the step that keeps everything. Where the blocks
+    are as in the chain `like` another plan had, only what is around them is looked at.
     """
     given = plan or Plan()
     levels = [tuple(blocks)] if blocks else block_levels(model)[::-1]
@@ -60,6 +62,14 @@ def estimate_chain(
         trace = trace_step(wrapped, optimizer=optimizer, watch=watch.follow)
         return StagedRun(trace, watch)
 
+    if like is not None:
+        paths = tuple(stage.name for stage in like.blocks)
+        kept = run(("keep",) * len(paths), paths, optimizer)
+        if kept.watch.once() == paths and _blocks_alike(kept, like):
+            if seen is not None:
+                seen(kept.trace)
+            head, tail = _ends(kept, len(paths))
+            return replace(like, head=head, tail=tail)
     for paths in levels:  # the smallest blocks first
         kept = run(("keep",) * len(paths), paths, optimizer)
         ran = kept.watch.once()
@@ -105,12 +115,28 @@ def estimate_chain(
         _stage(path, _Block(kept, i), {o: found(i, o) for o in lighter}, found(i, ("keep",)))
         for i, path in enumerate(ran, start=1)
     ]
+    head, tail = _ends(kept, len(ran))
+    return Chain(head, tuple(blocks_), tail, fixed_bytes, kept.update_peak_bytes)
+
+
+def _ends(kept: StagedRun, blocks: int) -> tuple[Stage, Stage]:
+    """What runs before and after the blocks."""
     head, tail = (
         Stage("", {"keep": _option(_Block(kept, i), None)},
               parameter_gradient_bytes=kept.gradients[i], joins=False)
-        for i in (0, len(ran) + 1)
+        for i in (0, blocks + 1)
     )  # fmt: skip
-    return Chain(head, tuple(blocks_), tail, fixed_bytes, kept.update_peak_bytes)
+    return head, tail
+
+
+def _blocks_alike(kept: StagedRun, like: Chain) -> bool:
+    """Whether the blocks hold and take what they did in another chain."""
+    for i, stage in enumerate(like.blocks, start=1):
+        now, then = _option(_Block(kept, i), None), stage.options["keep"]
+        same = now.kept_bytes == then.kept_bytes and now.forward == then.forward
+        if not same or kept.gradients[i] != stage.parameter_gradient_bytes:
+            return False
+    return True
 
 
 def _before(model: nn.Module, blocks: tuple[str, ...]) -> tuple[str, ...]:

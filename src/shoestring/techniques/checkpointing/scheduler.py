@@ -61,7 +61,14 @@ class BlockScheduler:
         self.kept: Work | None = None
         found: list[Trace] = []
         try:
-            self._chain = estimate_chain(context.trace_step, context.model, of, seen=found.append)
+            self._chain = estimate_chain(
+                context.trace_step,
+                context.model,
+                of,
+                seen=found.append,
+                like=context.known_chain,
+            )
+            context.known_chain = self._chain
         except InputError:
             if not found:
                 raise
