@@ -17,6 +17,7 @@ from .errors import (
     UnknownOperationWarning,
     VerificationError,
 )
+from .integrations.cards import CardFit, Cards, cards, will_it_fit
 from .memory.live.measure import Measurement, measure
 from .memory.model import MemoryProfile
 from .memory.prediction import Prediction
@@ -50,6 +51,8 @@ __all__ = [
     "BudgetError",
     "BudgetPlan",
     "BudgetWarning",
+    "CardFit",
+    "Cards",
     "Certificate",
     "Checkpointing",
     "Choice",
@@ -81,10 +84,12 @@ __all__ = [
     "VerificationError",
     "__version__",
     "apply",
+    "cards",
     "fit",
     "measure",
     "plan",
     "profile",
     "register",
     "verify",
+    "will_it_fit",
 ]

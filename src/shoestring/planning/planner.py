@@ -168,7 +168,7 @@ class Planner:
             batch_norm=any(is_normalization(m) and m.training for m in model.modules()),
             narrow="fp16" if fundamental else known.narrow,
             reserved=budget_of == "reserved", accounting=accounting,
-            split=find_units(model, batch, loss) if split is None else split,
+            split=find_units(model, batch, loss) if split is None else split, loss=loss,
         )  # fmt: skip
         self.estimates: DeviceEstimates | FundamentalEstimates
         if fundamental:

@@ -142,9 +142,9 @@ class _Request:
             )
             with named_failures(recorder), uncompiled(recorder), asked, mode, outside, kernels:
                 step = apply_alone(Plan.of(plan), twin, updates, loss=loss)
+                capturable = self._becomes_a_graph(step._setup)
                 if device == "cuda":
                     default_to_foreach(updates)
-                capturable = self._becomes_a_graph(step._setup)
                 if capturable and captured:
                     outside.stop_asking()
                 if size is not None:

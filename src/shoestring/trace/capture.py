@@ -211,7 +211,7 @@ class RecordedStep:
         counts_on_device = {
             id(p)
             for group in optimizer.param_groups
-            if group.get("fused") or group.get("capturable")
+            if any(group.get(k) for k in ("fused", "capturable", "counts_on_device"))
             for p in group["params"]
         }
         for owner, state in optimizer.state.items():

@@ -62,13 +62,10 @@ class BlockScheduler:
         found: list[Trace] = []
         try:
             self._chain = estimate_chain(
-                context.trace_step,
-                context.model,
-                of,
-                seen=found.append,
-                like=context.known_chain,
-            )
-            context.known_chain = self._chain
+                context.trace_step, context.model, of, seen=found.append,
+                plain=context.found.get("chain"),
+            )  # fmt: skip
+            context.found.setdefault("chain", self._chain)
         except InputError:
             if not found:
                 raise

@@ -32,6 +32,7 @@ class ChunkedLoss(Technique):
     """
 
     name: ClassVar[str] = "chunked_loss"
+    same_state: ClassVar[bool] = True
     order: ClassVar[int] = 25
     flags: ClassVar[tuple[Flag, ...]] = (
         Flag("loss_columns", "columns", int, "Classes whose logits exist at a time; 0: a default."),

@@ -31,6 +31,7 @@ class GradientRelease(Technique):
     """
 
     name: ClassVar[str] = "gradient_release"
+    same_state: ClassVar[bool] = True
     order: ClassVar[int] = 45
     flags: ClassVar[tuple[Flag, ...]] = (
         Flag("release", "wanted", bool, "Update each parameter in the backward pass.", False),
