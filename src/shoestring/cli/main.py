@@ -318,6 +318,7 @@ def plan(
 
 
 app.command(epilog=fit_verbs.CARDS_EXAMPLES)(fit_verbs.cards)
+app.command(epilog=fit_verbs.EXPLAIN_EXAMPLES)(fit_verbs.explain)
 app.command(epilog=fit_verbs.CHECK_EXAMPLES)(fit_verbs.check)
 app.command(epilog=train_verbs.TRAIN_EXAMPLES)(train_verbs.train)
 app.command(epilog=train_verbs.TRANSLATE_EXAMPLE)(train_verbs.translate)
