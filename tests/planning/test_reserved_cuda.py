@@ -20,7 +20,10 @@ class Blocks(nn.Module):
     def __init__(self, width=1024, depth=8):
         super().__init__()
         made = [
-            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+            nn.Sequential(
+                nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(),
+                nn.Linear(4 * width, width),
+            )
             for _ in range(depth)
         ]  # fmt: skip
         self.blocks, self.head = nn.ModuleList(made), nn.Linear(width, 1000)
