@@ -100,14 +100,14 @@ def _detr(scale: int) -> Made:
     from transformers import DetrConfig, DetrForObjectDetection, ResNetConfig
 
     backbone = ResNetConfig(
-        embedding_size=8, hidden_sizes=[8, 16, 24, 32], depths=[1, 1, 1, 1], layer_type="basic",
-        out_features=["stage4"],
+        embedding_size=8, hidden_sizes=[8, 16, 24], depths=[1, 1, 1], layer_type="basic",
+        out_features=["stage3"],
     )  # fmt: skip
     config = DetrConfig(
         use_timm_backbone=False, use_pretrained_backbone=False, backbone=None,
-        backbone_config=backbone, d_model=32, encoder_layers=2, decoder_layers=2,
-        encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=64,
-        decoder_ffn_dim=64, num_queries=8, num_labels=5, dropout=0.0,
+        backbone_config=backbone, d_model=32, encoder_layers=4, decoder_layers=4,
+        encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=128,
+        decoder_ffn_dim=128, num_queries=40, num_labels=5, dropout=0.0,
     )  # fmt: skip
     rows = 6 * scale
     counts = [1 + row % 3 for row in range(rows)]

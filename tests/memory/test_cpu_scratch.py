@@ -126,6 +126,22 @@ def test_products_in_16_bits(rows: int, transposed: bool) -> None:
     assert real <= bound <= 2 * real + 48 * 1024
 
 
+def test_the_channels_of_an_image_are_not_padded() -> None:
+    x, weight = torch.randn(6, 3, 64, 64), torch.randn(8, 3, 7, 7)
+    gradient = torch.randn(6, 8, 32, 32)
+
+    def run() -> Any:
+        return torch.ops.aten.convolution_backward(
+            gradient, x, weight, [0], [2, 2], [3, 3], [1, 1], False, [0, 0], 1, [False, True, False]
+        )
+
+    recorder = Recorder()
+    with recorder:
+        run()
+    real = allocator_peak(run) - weight.nbytes
+    assert real <= scratch_bytes(recorder.ops[-1]) <= 1.3 * real
+
+
 def test_sums_by_index_in_16_bits() -> None:
     total = torch.zeros(64, 40).bfloat16()
     index, given = torch.randint(0, 40, (64, 40)), torch.randn(64, 40).bfloat16()

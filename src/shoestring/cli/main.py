@@ -248,6 +248,13 @@ def plan(
             help="cpu or cuda; it need not be there. cpu unless given, cuda for hf: and timm:."
         ),
     ] = None,
+    budget_of: Annotated[
+        str,
+        typer.Option(
+            help="On CUDA: reserved (what the allocator takes from the card) or allocated (what "
+            "tensors use of that)."
+        ),
+    ] = "reserved",
     input: Inputs = None,
     batch: Batch = None,
     optimizer: OptimizerName = None,
@@ -291,6 +298,7 @@ def plan(
             allow=None if allow is None else ",".join(allow),
             accounting=accounting,
             device=device or where,
+            budget_of=budget_of,
         )
         points = planner.front() if front or plot else ()
         if points:

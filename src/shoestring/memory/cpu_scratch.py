@@ -59,6 +59,11 @@ def _channels_last(op: Op, name: str) -> bool:
     return dict(op.strided).get(name) == channels_last_order(len(spec.shape))
 
 
+def _is_first(weight: TensorSpec) -> bool:
+    """Of an image's few channels, which are read as they lie."""
+    return weight.shape[1] <= 3
+
+
 def _is_product(op: Op, weight: TensorSpec) -> bool:
     """A kernel of one pixel that moves by one: a matrix product, which copies nothing."""
     settings = dict(op.settings)
@@ -73,7 +78,7 @@ def _convolution(op: Op) -> int:
         return 0
     if _channels_last(op, "input"):
         return 2 * _weight_bytes(weight)
-    inside = _nbytes(given["input"], padded=True)
+    inside = 0 if _is_first(weight) else _nbytes(given["input"], padded=True)
     return max(inside, _nbytes(op.outputs[0], padded=True)) + _weight_bytes(weight)
 
 
@@ -87,7 +92,9 @@ def _convolution_backward(op: Op) -> int:
     last, grad = _channels_last(op, "input"), _nbytes(given["grad_output"], padded=True)
     turned = grad if last != _channels_last(op, "grad_output") else 0
     if not last:
-        return _nbytes(given["input"], padded=True) + grad + turned + weights
+        wanted = dict(op.settings).get("output_mask", (True,))[0]
+        read = _nbytes(given["input"], padded=True) if wanted or not _is_first(weight) else 0
+        return read + grad + turned + weights
     return turned + weights + wide + _by_group(op, weight)
 
 

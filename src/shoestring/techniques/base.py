@@ -137,6 +137,8 @@ class Flag:
     label: str | None = None
     """What tables call it."""
     percent: bool = False
+    part_of: str | None = None
+    """The setting it is a part of: where both are equal the technique changes nothing."""
 
 
 class Technique:

@@ -18,6 +18,7 @@ from torch import nn
 
 from ..memory.work import Cost, Work
 from ..trace.blocks import writers
+from ..trace.capture import Loss
 from ..trace.graph import Trace
 from .base import Technique
 from .claims import Circumstances, Level
@@ -99,6 +100,7 @@ class Context:
         reserved: bool = True,
         accounting: str = "device",
         writers: frozenset[str] | None = None,
+        loss: Loss | None = None,
     ) -> None:
         self.model, self.batch, self.optimizer = model, batch, optimizer
         self.trace_step = trace_step
@@ -107,9 +109,13 @@ class Context:
         self.accounting, self.reserved = accounting, reserved
         """On CUDA a budget is of what the allocator takes from the card, not of what is in use."""
         self._batch_norm = batch_norm
+        self.found: dict[str, Any] = {}
+        """What techniques learned of the plain step, for contexts `within` some technique."""
         self.split = split or SplitFound("auto", None, "assumed: the loss was not tested")
         """How the loss of a batch splits into those of its parts, as tested on real values."""
         self._writers = writers
+        self.loss = loss
+        """As the user gave it; None where nothing may run."""
 
     def within(self, techniques: Sequence[Technique]) -> Context:
         """The same step, where these techniques are always applied."""

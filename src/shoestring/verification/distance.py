@@ -19,9 +19,9 @@ Tensors = Mapping[Any, torch.Tensor]
 
 ROUNDING_MULTIPLE = 8.0
 """Of the measured rounding noise, what still counts as rounding."""
-NEAR_MULTIPLE = 3.0
+NEAR_MULTIPLE = 4.0
 """Of the noise that 16 bits make in this very step, what a step in 16 bits may differ by."""
-NEAR_SPREAD = 6.0
+NEAR_SPREAD = 8.0
 """The same of the noise of all tensors together: a ReLU that switches changes a small one much."""
 NEAR_LARGEST = 0.2
 """In L2 over all gradients: rounding that changes them by more is not near, however measured."""

@@ -142,6 +142,13 @@ class Proof:
         side.draws = self.expected.draws
         return side
 
+    def _in_a_loop(self, plan: Plan, *, wide: bool) -> InParts:
+        """Over the parts of this plan, plainly."""
+        self.rewind()
+        side = InParts(*self._trained, wide=wide)
+        side.plan, side.draws = plan, self.expected.draws
+        return side
+
     def _exactly(self, side: Callable[[], Plain | Planned]) -> Trained | None:
         """In FP64; None where the model or its loss does not run so."""
         try:
@@ -187,6 +194,13 @@ class Proof:
             self._in_16_bits = self._in_16_bits or made
             also = noises(self.exact, made)
             found = {what: found[what] | also[what] for what in found}
+        if any(_runs_in_parts(self.plan, batch) for batch in self.data):
+            # Sums of parts round, too; beside exact parts, so that only rounding counts.
+            exact = self._exactly(lambda: self._in_a_loop(self.plan, wide=True))
+            made = trained_in_16_bits(self._in_a_loop(self.plan, wide=False), kind, self.data)
+            if exact is not None and made is not None:
+                also = noises(exact, made)
+                found = {what: found[what] | also[what] for what in found}
         return {what: self._noise[what] | found[what] for what in self._noise}
 
     # -- rows ----------------------------------------------------------------------------------
@@ -376,15 +390,9 @@ class Proof:
                     module.eval()
             return side
 
-        def in_parts() -> InParts:
-            self.rewind()
-            side = InParts(*self._trained, wide=True)
-            side.plan, side.draws = alone, self.expected.draws
-            return side
-
         whole = self._exactly(lambda: frozen(self._like_plain(wide=True)))
         parts = self._exactly(lambda: frozen(self._make_planned(alone, wide=True)))
-        loop = self._exactly(in_parts)
+        loop = self._exactly(lambda: self._in_a_loop(alone, wide=True))
         by_plan = self._exactly(lambda: self._make_planned(alone, wide=True))
         if whole is None or parts is None or loop is None or by_plan is None:
             why = "not compared: the step does not run in FP64"

@@ -64,7 +64,9 @@ class ChunkedLoss(Technique):
     @classmethod
     def offers(cls, context: Context) -> Iterable[Offer]:
         """Where the logits are much of what the step holds."""
-        if any(_is_much(op, context.trace) for op in _losses(context.trace)):
+        if context.accounting == "device" and any(
+            _is_much(op, context.trace) for op in _losses(context.trace)
+        ):
             yield Offer(cls(), "logits in parts, computed again in the backward pass")
 
     def claims(self, at: Circumstances) -> Iterable[Claim]:

@@ -24,6 +24,7 @@ from .estimate import estimate_update
 from .moments import ScaledMoments
 from .scaling import LossScale
 from .state import PrecisionState
+from .trial import runs_in
 from .update import NarrowUpdate
 
 _TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -93,9 +94,12 @@ class Precision(Technique):
 
     @classmethod
     def offers(cls, context: Context) -> Iterable[Offer]:
-        """The faster of the two 16-bit types, where most numbers are wider than that."""
+        """The faster of the two 16-bit types, where most numbers are wider and the step runs so."""
         sizes = [(p.dtype.itemsize, p.numel) for p in context.trace.parameters]
-        if sum(n * size for size, n in sizes if size > 2) > sum(n * size for size, n in sizes) / 2:
+        wide = sum(n * size for size, n in sizes if size > 2)
+        if wide > sum(n * size for size, n in sizes) / 2 and runs_in(
+            context, _TYPES[context.narrow]
+        ):
             scales = Scales(width=0.5, number_type=context.narrow)
             yield Offer(cls(context.narrow), "16-bit rounding", scales, LOSSINESS)
 

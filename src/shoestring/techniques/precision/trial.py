@@ -1,0 +1,68 @@
+"""Whether a step runs in 16 bits: its forward pass is tried, on a copy and on real values.
+
+Fake tensors know shapes and types, and not which kernels there are: torch.cdist has none in 16 bits
+on the CPU. A plan with it would fail in its first step.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import torch
+
+from ...errors import InputError
+from ...trace.batches import map_tensors, tensors_of
+from ...trace.fakes import is_fake
+from ...trace.split import cut, examples_of
+from ...trace.streams import rewound_streams
+from ...trace.untouched import Untouched, hooks_of
+from ..base import Setup
+from ..draws import observed_by
+from ..offers import Context
+from ..splitting.bounds import InBounds
+from .check import named_failures
+from .convert import lower_model
+
+LARGEST = 2**31
+"""Bytes of a model that is copied for this; of a larger one it is assumed."""
+EXAMPLES = 4
+
+
+def runs_in(context: Context, kind: torch.dtype) -> bool:
+    """False where an operation has no kernel for this type; True where that cannot be tried."""
+    model, loss = context.model, context.loss
+    tensors = [*model.parameters(), *model.buffers(), *tensors_of(context.batch)]
+    real = not any(is_fake(t) or t.is_meta for t in tensors)
+    if loss is None or not real or sum(p.nbytes for p in model.parameters()) > LARGEST:
+        return True
+    untouched = Untouched([loss, *hooks_of(model)])
+    with warnings.catch_warnings(), rewound_streams(), untouched, observed_by(None):
+        warnings.simplefilter("ignore")
+        try:
+            twin = copy.deepcopy(model)
+            lower_model(_setup(context, twin), kind)
+            with torch.no_grad(), InBounds(), named_failures(kind):
+                loss(twin, map_tensors(lambda t: _cast(t, kind), _few(context.batch)))
+        except InputError:
+            return False
+        except Exception:  # of memory, or of something that is not about the type
+            return True
+    return True
+
+
+def _setup(context: Context, model: Any) -> Setup:
+    return Setup(model, context.optimizer, lambda b: b, lambda b: (), lambda v: None, lambda: None)
+
+
+def _cast(tensor: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
+    return tensor.to(kind) if tensor.is_floating_point() else tensor
+
+
+def _few(batch: Any) -> Any:
+    try:
+        examples = examples_of(batch)
+    except InputError:
+        return batch
+    return batch if examples is None else cut(batch, 0, EXAMPLES)

@@ -1,0 +1,45 @@
+"""A plan in 16 bits is offered only where the step runs in them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shoestring as ss
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)]
+    return nn.Sequential(*layers)
+
+
+def by_distance(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """cdist has no 16-bit kernel on the CPU."""
+    made = model(x)
+    with torch.no_grad():
+        apart = torch.cdist(made, made.roll(1, 0), p=1)
+    return (made.sum(1, keepdim=True) * apart).mean()
+
+
+def by_product(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    made = model(x)
+    return (made @ made.detach().roll(1, 0).T).mean()
+
+
+@pytest.mark.parametrize(("loss", "runs"), [(by_product, True), (by_distance, False)])
+def test_what_has_no_kernel_is_not_planned(loss: Any, runs: bool) -> None:
+    model, x = net(), torch.randn(48, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    given: dict[str, Any] = {"loss": loss, "optimizer": optimizer}
+    budget = int(0.8 * ss.measure(model, x, **given).peak_bytes)
+    try:
+        plan = ss.plan(model, x, budget=budget, **given)
+    except ss.BudgetError:
+        assert not runs
+        return
+    assert runs, plan.short()
+    ss.apply(plan, model, optimizer, loss=loss)(x)
