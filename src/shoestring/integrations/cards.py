@@ -31,8 +31,8 @@ from .pages import table, table_page
 FEW, MORE = 2, 4
 """Layers that are traced in place of all."""
 _PHASES = ("forward", "backward", "optimizer")
-_MOST_SETTINGS = 4
-"""Sizes of microbatches that are tried."""
+_MOST_SETTINGS, _MOST_TRACED = 64, 4
+"""Settings beside schedules that are estimated, and those of them that are traced."""
 _MOST_POINTS = 12
 """Schedules between the plain step and the smallest."""
 
@@ -225,8 +225,9 @@ class _Sizes:
 
     def table(self, chosen: Sequence[tuple[int, str]]) -> Cards:
         front = self._front()
-        plain, least = front[0], front[-1]
-        whole = [point for point in front if point[2].at_once is None][-1][2]
+        plain = next(point for point in front if point[2] == Plan())
+        least = min(front, key=lambda point: point[0])
+        whole = min((p for p in front if p[2].at_once is None), key=lambda point: point[0])[2]
         batches = self._line_by(batch=(1, 9), plan=whole)
         lengths = None
         if self._model.has_context:
@@ -254,29 +255,37 @@ class _Sizes:
         base = self._seconds(None)
         front = [(exact[0], 1.0, Plan())]
         if len(ends) == 1 or exact[1] >= exact[0]:
-            return front
-        highest, lowest = schedules[0].peak_bytes, schedules[-1].peak_bytes
+            schedules = schedules[:0]
         for candidate in schedules:
+            highest, lowest = schedules[0].peak_bytes, schedules[-1].peak_bytes
             # Between the two ends by their estimates: a maximum of sums lies below its chord.
             share = (candidate.peak_bytes - lowest) / max(highest - lowest, 1)
             nbytes = exact[1] + share * (exact[0] - exact[1])
             if nbytes < front[-1][0]:
                 slower = self._seconds(candidate.plan) / base
                 front.append((nbytes, slower, self._for_all(candidate.plan)))
-        return front + self._in_parts(front[-1][0], front[-1][1])
+        return sorted([*front, *self._with_offers()], key=lambda point: point[1])
 
-    def _in_parts(self, least: float, slower: float) -> list[tuple[float, float, Plan]]:
-        """The smallest plan of every other lossless setting that needs less: microbatches."""
-        last, found = self._planners[-1], []
-        others = [s for s in last._settings(last.allowed) if s.offers]
-        alone = min(self._fronts[-1], key=lambda c: c.peak_bytes)
-        for setting in sorted(others, key=lambda s: -s.scales.share)[:_MOST_SETTINGS]:
-            candidate = min(last.estimates.front(setting), key=lambda c: c.peak_bytes)
+    def _with_offers(self) -> list[tuple[float, float, Plan]]:
+        """Of every other lossless setting, microbatches and the like, what is worth having."""
+        last = self._planners[-1]
+        plain = last.estimates.plain.seconds or 1.0
+        known: list[Candidate] = []
+        for setting in [s for s in last._settings(last.allowed) if s.offers][:_MOST_SETTINGS]:
+            front = last.estimates.front(setting)
+            if front:
+                known.append(min(front, key=lambda c: c.peak_bytes))
+                known.append(min(front, key=lambda c: c.seconds))
+        best: list[Candidate] = []
+        for candidate in sorted(known, key=lambda c: (c.seconds, c.peak_bytes)):
+            if not best or candidate.peak_bytes < best[-1].peak_bytes:
+                best.append(candidate)
+        apart = max(len(best) - 1, 1) / _MOST_TRACED
+        kept = sorted({round(n * apart) for n in range(_MOST_TRACED + 1)})
+        found = []
+        for candidate in [best[n] for n in kept if n < len(best)]:
             nbytes = self._bytes(candidate.plan, self._model.batch, self._model.tokens)
-            if nbytes < least:
-                least = nbytes
-                again = candidate.seconds / alone.seconds
-                found.append((nbytes, slower * again, self._for_all(candidate.plan)))
+            found.append((nbytes, candidate.seconds / plain, self._for_all(candidate.plan)))
         return found
 
     def _seconds(self, plan: Plan | None) -> float:
