@@ -18,6 +18,7 @@ from .errors import (
     VerificationError,
 )
 from .integrations.cards import CardFit, Cards, cards, will_it_fit
+from .integrations.explain import Effect, Explanation, explain
 from .memory.live.measure import Measurement, measure
 from .memory.model import MemoryProfile
 from .memory.prediction import Prediction
@@ -59,6 +60,8 @@ __all__ = [
     "ChunkedLoss",
     "Clip",
     "Comparison",
+    "Effect",
+    "Explanation",
     "FrontPoint",
     "FusedUpdate",
     "GradientRelease",
@@ -85,6 +88,7 @@ __all__ = [
     "__version__",
     "apply",
     "cards",
+    "explain",
     "fit",
     "measure",
     "plan",

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from ..errors import InputError, VerificationError
 from ..progress import working
-from .options import AsJson, Dtype, Lora, Quantize, Tokens, json_line
+from .options import (
+    AsJson,
+    Batch,
+    Dtype,
+    Inputs,
+    Lora,
+    LossName,
+    ModelName,
+    OptimizerName,
+    Quantize,
+    Tokens,
+    json_line,
+    with_technique_flags,
+)
 
 CARDS_EXAMPLES = """Examples:
 
@@ -24,6 +37,13 @@ CHECK_EXAMPLES = """Examples:
 `shoestring check memory.toml --update` writes memory.baseline.json
 
 `shoestring check memory.toml` fails where a peak has risen since
+"""
+
+EXPLAIN_EXAMPLES = """Examples:
+
+`shoestring explain hf:./llama-8b --tokens 2048 --lora r=16`
+
+`shoestring explain mypackage.models:build --input 8x3x224x224 --checkpoint residual-1`
 """
 
 Configuration = Annotated[
@@ -61,6 +81,44 @@ def cards(
         )  # fmt: skip
         if html is not None:
             write(html, found.html().encode())
+    typer.echo(json_line(found.as_dict()) if as_json else str(found))
+
+
+@with_technique_flags
+def explain(
+    model: ModelName,
+    input: Inputs = None,
+    batch: Batch = None,
+    optimizer: OptimizerName = None,
+    techniques: dict[str, Any] = {},  # noqa: B006
+    device: Annotated[str, typer.Option(help="cpu or cuda; it need not be there.")] = "cuda",
+    loss: LossName = None,
+    tokens: Tokens = None,
+    lora: Lora = None,
+    quantize: Quantize = None,
+    dtype: Dtype = None,
+    as_json: AsJson = False,
+) -> None:
+    """Which flags move the peak, by how much, and which do nothing."""
+    with working(f"tracing {model}"):
+        from ..integrations.configurations import PREFIXES, Configured
+        from ..integrations.explain import explain as explained
+        from ..lab.target import flagged_plan, resolve
+
+        how = {"tokens": tokens, "lora": lora, "quantize": quantize, "dtype": dtype}
+        plan = flagged_plan(model, techniques)
+        if model.startswith(PREFIXES) and not input and not loss:
+            given: dict[str, Any] = {k: v for k, v in how.items() if v is not None}
+            found = explained(
+                Configured(model, batch=1 if batch is None else batch, **given),
+                optimizer=optimizer or "adamw", device=device, techniques=plan,
+            )  # fmt: skip
+        else:
+            target = resolve(model, input or (), batch=batch, loss=loss, how=how)
+            found = explained(
+                target.model, target.batch, loss=target.loss, device=device, techniques=plan,
+                optimizer=optimizer or target.optimizer,
+            )  # fmt: skip
     typer.echo(json_line(found.as_dict()) if as_json else str(found))
 
 

@@ -248,6 +248,13 @@ def plan(
             help="cpu or cuda; it need not be there. cpu unless given, cuda for hf: and timm:."
         ),
     ] = None,
+    budget_of: Annotated[
+        str,
+        typer.Option(
+            help="On CUDA: reserved (what the allocator takes from the card) or allocated (what "
+            "tensors use of that)."
+        ),
+    ] = "reserved",
     input: Inputs = None,
     batch: Batch = None,
     optimizer: OptimizerName = None,
@@ -291,6 +298,7 @@ def plan(
             allow=None if allow is None else ",".join(allow),
             accounting=accounting,
             device=device or where,
+            budget_of=budget_of,
         )
         points = planner.front() if front or plot else ()
         if points:
@@ -310,6 +318,7 @@ def plan(
 
 
 app.command(epilog=fit_verbs.CARDS_EXAMPLES)(fit_verbs.cards)
+app.command(epilog=fit_verbs.EXPLAIN_EXAMPLES)(fit_verbs.explain)
 app.command(epilog=fit_verbs.CHECK_EXAMPLES)(fit_verbs.check)
 app.command(epilog=train_verbs.TRAIN_EXAMPLES)(train_verbs.train)
 app.command(epilog=train_verbs.TRANSLATE_EXAMPLE)(train_verbs.translate)
