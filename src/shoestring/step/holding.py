@@ -125,7 +125,11 @@ class Hold:
                     loss = step._run(batch, update)
             finally:
                 self.running = False
-            if step.captured and not self._limited and step.captured_peak_bytes > self._budget_bytes:
+            if (
+                step.captured
+                and not self._limited
+                and step.captured_peak_bytes > self._budget_bytes
+            ):
                 self._run_eagerly()
                 return loss, None
             reached = most() - self._others_bytes
