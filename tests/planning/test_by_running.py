@@ -15,6 +15,7 @@ from torch import nn
 
 import shoestring as ss
 from shoestring.torch_private.fake_tensors import FakeTensorMode
+from tiers import slow_but
 
 WIDE, ROWS = 24, 96
 
@@ -131,7 +132,9 @@ def made(name: str) -> tuple[nn.Module, Any, Any, torch.optim.Optimizer]:
 
 @pytest.mark.parametrize(
     ("name", "share"),
-    [("control flow", 0.5), ("early exit", 0.55), ("matching", 0.55), ("control flow", 0.8)],
+    slow_but(
+        1, [("control flow", 0.5), ("early exit", 0.55), ("matching", 0.55), ("control flow", 0.8)]
+    ),
 )
 def test_the_plan_was_measured_and_holds(name: str, share: float) -> None:
     model, batch, loss, optimizer = made(name)
@@ -149,12 +152,14 @@ def test_the_plan_was_measured_and_holds(name: str, share: float) -> None:
     assert ss.Plan.from_dict(plan.to_dict()) == plan.plan
 
 
+@pytest.mark.slow
 def test_the_same_call_gives_the_same_plan() -> None:
     model, batch, loss, optimizer = made("control flow")
     plans = [ss.plan(model, batch, loss=loss, optimizer=optimizer, budget=200_000) for _ in "ab"]
     assert plans[0].plan == plans[1].plan
 
 
+@pytest.mark.slow
 def test_nothing_of_the_user_changes() -> None:
     model, batch, loss, optimizer = made("control flow")
     for _ in range(2):
@@ -198,6 +203,7 @@ def test_a_loss_that_does_not_split_is_recomputed_alone() -> None:
     assert "microbatches are left out" in str(caught.value.hint)
 
 
+@pytest.mark.slow
 def test_fit_trains_it() -> None:
     model, batch, loss, optimizer = made("matching")
     plain = ss.measure(model, batch, loss=loss, optimizer=optimizer).peak_bytes
