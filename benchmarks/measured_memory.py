@@ -3,8 +3,9 @@
     PYTHONPATH=src python3 benchmarks/measured_memory.py [--json FILE] [--only 2,3] [--live]
 
 WRN-28-2, minibatch 100, SGD with Nesterov momentum, `torch.cuda.max_memory_allocated` of a whole
-step: parameters, gradients, momentum, the batch, activations and every workspace. cuBLAS is given
-no workspace of its own (`CUBLAS_WORKSPACE_CONFIG=:0:0`), since 32 MiB is five times the subject.
+step: parameters, gradients, momentum, the batch, activations and cuDNN's workspaces. cuBLAS
+is given no workspace of its own (`CUBLAS_WORKSPACE_CONFIG=:0:0`), since 32 MiB is five times the
+subject.
 """
 
 from __future__ import annotations

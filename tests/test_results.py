@@ -56,6 +56,23 @@ def test_accuracies_in_the_readme_are_those_of_the_records(cifar10):
         assert cells[6].removesuffix(" *") == with_interval(row.score), line
 
 
+def test_the_choice_of_shortcut_and_rate_is_that_of_its_records():
+    """Validation accuracy at the last evaluation, in results/cifar10/README.md and the overview."""
+    found = {}
+    for path in (RESULTS / "cifar10" / "choices").glob("*.jsonl"):
+        events = [json.loads(line) for line in path.read_text().splitlines()]
+        settings, last = events[0]["settings"], events[-1]
+        assert settings["split"] == "validation" and last["epoch"] >= 192
+        found[settings["model"], settings["learning_rate"]] = last["accuracy"]
+    said = (RESULTS / "cifar10" / "README.md").read_text().replace("**", "")
+    page = (RESULTS / PAGE).read_text()
+    for model, word in (("wrn-28-2", "strided"), ("wrn-28-2-pool", "pooled")):
+        texts = [f"{found[model, rate]:.2f}" for rate in (0.05, 0.1, 0.2)]
+        assert f"| {word} (`{model}`) | " + "% | ".join(texts) + "% |" in said
+        assert f"{', '.join(texts)}% {word}" in page
+    assert max(found, key=found.__getitem__) == ("wrn-28-2-pool", 0.1)
+
+
 def test_bleu_in_the_readme_is_that_of_the_records():
     text = " ".join(README.split())
     held = load_results(RESULTS / "translation" / "multi30k").rows

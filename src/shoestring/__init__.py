@@ -17,6 +17,8 @@ from .errors import (
     UnknownOperationWarning,
     VerificationError,
 )
+from .integrations.cards import CardFit, Cards, cards, will_it_fit
+from .integrations.explain import Effect, Explanation, explain
 from .memory.live.measure import Measurement, measure
 from .memory.model import MemoryProfile
 from .memory.prediction import Prediction
@@ -50,12 +52,16 @@ __all__ = [
     "BudgetError",
     "BudgetPlan",
     "BudgetWarning",
+    "CardFit",
+    "Cards",
     "Certificate",
     "Checkpointing",
     "Choice",
     "ChunkedLoss",
     "Clip",
     "Comparison",
+    "Effect",
+    "Explanation",
     "FrontPoint",
     "FusedUpdate",
     "GradientRelease",
@@ -81,10 +87,13 @@ __all__ = [
     "VerificationError",
     "__version__",
     "apply",
+    "cards",
+    "explain",
     "fit",
     "measure",
     "plan",
     "profile",
     "register",
     "verify",
+    "will_it_fit",
 ]

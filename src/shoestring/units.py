@@ -9,6 +9,7 @@ from .errors import SizeError
 _UNIT_BYTES = {
     "B": 1,
     "KB": 10**3,
+    "kB": 10**3,
     "MB": 10**6,
     "GB": 10**9,
     "TB": 10**12,

@@ -266,3 +266,25 @@ def test_on_two_ranks_of_torchrun(tmp_path: Path) -> None:
         text=True,
     )  # fmt: skip
     assert "world of 2: all the same" in done.stdout, done.stderr[-3000:]
+
+
+def test_updates_within_the_backward_pass_are_not_a_trainers(tmp_path: Path) -> None:
+    release = ss.Plan.from_dict({"gradient_release": {}})
+    with pytest.raises(ss.InputError, match="updates after the backward pass"):
+        trained(BudgetTrainer, tmp_path, plan=release)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("given", [{}, {"bf16": True}, {"fp16": True, "optim": "sgd"}])
+def test_on_a_gpu_the_budget_is_what_the_card_takes(tmp_path: Path, given: Any) -> None:
+    """Reserved memory stays within it; a plan without microbatches logs what the Trainer does."""
+    both = {"use_cpu": False, "gradient_accumulation_steps": 2, **given}
+    _, expected = trained(transformers.Trainer, tmp_path / "a", **both)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    planned, found = trained(BudgetTrainer, tmp_path / "b", budget="1 GB", **both)
+    assert torch.cuda.max_memory_reserved() <= 10**9
+    assert planned.state.global_step == 6
+    for one, other in zip(expected, found, strict=True):
+        assert other == pytest.approx(one, rel=2e-2)

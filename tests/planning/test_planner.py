@@ -477,3 +477,14 @@ def test_a_batch_that_cannot_be_cut_is_said_where_nothing_fits() -> None:
         )  # fmt: skip
     assert failed.value.hint is not None
     assert failed.value.hint.endswith("a batch whose tensors share their first dimension")
+
+
+def test_a_capturable_optimizer_is_planned_for_on_cuda() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    optimizer = torch.optim.AdamW(model.parameters(), capturable=True)
+    found = ss.plan(
+        model, torch.randn(4, 8), loss=lambda m, b: m(b).mean(), optimizer=optimizer,
+        budget="1 GB", device="cuda",
+    )  # fmt: skip
+    assert found.predicted.captured
+    assert optimizer.param_groups[0]["capturable"] and not optimizer.state

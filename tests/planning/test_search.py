@@ -81,6 +81,8 @@ def found(
     some = planner._settings(Allowed.of(allow))
     ranks = [s.rank(planner.context.circumstances) for s in some]
     assert ranks == sorted(ranks)
+    shown = {"precision", "microbatching", "sparsity"}
+    some = [s for s in some if {t.name for t in s.techniques} <= shown]
     plans = [s.plan() for s in some]
     return [
         (s, (p.precision and p.precision.kind, p.at_once, p.sparsity and p.sparsity.density))
@@ -194,7 +196,7 @@ def test_what_is_predicted_is_what_profile_counts(planner: Planner, wide_resnet)
 
 
 def test_below_the_smallest(planner: Planner) -> None:
-    with pytest.raises(BudgetError, match="the smallest found is 9") as raised:
+    with pytest.raises(BudgetError, match="the smallest found is 7") as raised:
         planner.plan(2_000_000)
     assert str(raised.value.hint).startswith("allow 'bn-microbatch,sparsity' (about ")
     assert raised.value.exit_status == 1

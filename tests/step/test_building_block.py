@@ -156,7 +156,7 @@ def test_update_and_zero_grad_by_hand() -> None:
     step(batches[0], update=False)
     optimizer.zero_grad()  # the user's own counts
     assert step.accumulated == 0
-    assert step.why_not_captured == "the model is not on a GPU"
+    assert step.why_not_captured == "the model is not on CUDA"
 
 
 def test_gradients_that_wait_are_not_saved() -> None:

@@ -20,16 +20,21 @@ from ..progress import working
 from ..torch_private.fake_tensors import LOGGER
 from ..units import format_count, format_flops, format_size
 from ..version import __version__
+from . import fit_verbs as fit_verbs
 from . import study_verbs as study_verbs
 from . import train_verbs as train_verbs
 from .options import (
     AsJson,
     Batch,
+    Dtype,
     Inputs,
+    Lora,
     LossName,
     ModelName,
     OptimizerName,
     PlanFile,
+    Quantize,
+    Tokens,
     json_line,
     lossy_names,
     planned,
@@ -86,6 +91,10 @@ def profile(
         str, typer.Option(help="cpu or cuda, for --accounting device; it need not be there.")
     ] = "cpu",
     loss: LossName = None,
+    tokens: Tokens = None,
+    lora: Lora = None,
+    quantize: Quantize = None,
+    dtype: Dtype = None,
     html: Annotated[
         str | None, typer.Option(help="Also write a page with the timeline of the step.")
     ] = None,
@@ -102,7 +111,8 @@ def profile(
         chosen = flagged_plan(model, techniques)
         counted = accounting == "fundamental"  # on the part of the batch that runs at once
         plan = chosen if counted else None
-        target = resolve(model, input or (), batch=batch, plan=plan, loss=loss)
+        how = {"tokens": tokens, "lora": lora, "quantize": quantize, "dtype": dtype}
+        target = resolve(model, input or (), batch=batch, plan=plan, loss=loss, how=how)
         name = target.optimizer if optimizer is None else optimizer
         result = predict(
             target.model,
@@ -215,6 +225,8 @@ def verify(
 `shoestring plan wrn-28-2 --budget '6.7 MB' --accounting fundamental --allow bn-microbatch,sparsity`
 
 `shoestring plan mypackage.models:build --input 8x3x224x224 --budget '2 GB' --device cuda --front`
+
+`shoestring plan hf:./llama-8b --tokens 2048 --batch 1 --budget '24 GB' --lora r=16`
 """
 )
 def plan(
@@ -230,11 +242,27 @@ def plan(
     accounting: Annotated[
         str, typer.Option(help="device (what the allocator shows) or fundamental (the report's).")
     ] = "device",
-    device: Annotated[str, typer.Option(help="cpu or cuda; it need not be there.")] = "cpu",
+    device: Annotated[
+        str | None,
+        typer.Option(
+            help="cpu or cuda; it need not be there. cpu unless given, cuda for hf: and timm:."
+        ),
+    ] = None,
+    budget_of: Annotated[
+        str,
+        typer.Option(
+            help="On CUDA: reserved (what the allocator takes from the card) or allocated (what "
+            "tensors use of that)."
+        ),
+    ] = "reserved",
     input: Inputs = None,
     batch: Batch = None,
     optimizer: OptimizerName = None,
     loss: LossName = None,
+    tokens: Tokens = None,
+    lora: Lora = None,
+    quantize: Quantize = None,
+    dtype: Dtype = None,
     front: Annotated[
         bool, typer.Option("--front", help="Memory against time of all that is allowed.")
     ] = False,
@@ -248,6 +276,7 @@ def plan(
 ) -> None:
     """The fastest training step that fits a budget in bytes, lossless if there is one."""
     with working(f"planning {model}"):
+        from ..integrations.configurations import PREFIXES
         from ..lab.target import resolve
         from ..planning.planner import Planner
         from ..planning.plot import front_table, plot_front
@@ -257,7 +286,9 @@ def plan(
         budget_bytes = parse_size(budget)
         if out is not None:
             check_place(out)
-        target = resolve(model, input or (), batch=batch, loss=loss)
+        how = {"tokens": tokens, "lora": lora, "quantize": quantize, "dtype": dtype}
+        target = resolve(model, input or (), batch=batch, loss=loss, how=how)
+        where = "cuda" if model.startswith(PREFIXES) else "cpu"
         name = target.optimizer if optimizer is None else optimizer
         planner = Planner(
             target.model,
@@ -266,7 +297,8 @@ def plan(
             optimizer=None if name == "none" else name,
             allow=None if allow is None else ",".join(allow),
             accounting=accounting,
-            device=device,
+            device=device or where,
+            budget_of=budget_of,
         )
         points = planner.front() if front or plot else ()
         if points:
@@ -285,6 +317,9 @@ def plan(
         typer.echo(str(result))
 
 
+app.command(epilog=fit_verbs.CARDS_EXAMPLES)(fit_verbs.cards)
+app.command(epilog=fit_verbs.EXPLAIN_EXAMPLES)(fit_verbs.explain)
+app.command(epilog=fit_verbs.CHECK_EXAMPLES)(fit_verbs.check)
 app.command(epilog=train_verbs.TRAIN_EXAMPLES)(train_verbs.train)
 app.command(epilog=train_verbs.TRANSLATE_EXAMPLE)(train_verbs.translate)
 app.command(epilog=train_verbs.PREPARE_EXAMPLE)(train_verbs.prepare)

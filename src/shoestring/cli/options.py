@@ -21,7 +21,23 @@ from ..techniques.registry import flags, registered
 from ..trace.split import examples_of
 
 ModelName = Annotated[
-    str, typer.Argument(help="A built-in name (wrn-28-2, dc-transformer) or module:factory.")
+    str,
+    typer.Argument(
+        help="A built-in name (wrn-28-2, dc-transformer), module:factory, hf:FOLDER or timm:NAME."
+    ),
+]
+Tokens = Annotated[
+    int | None, typer.Option(help="Tokens of an example, for hf:NAME; 2048 unless given.")
+]
+Lora = Annotated[
+    str | None,
+    typer.Option(help="LoRA for hf: and timm: models, r=16[,alpha=32][,targets=all-linear]."),
+]
+Quantize = Annotated[
+    str | None, typer.Option(help="nf4: frozen weights in 4 bits, as bitsandbytes has them.")
+]
+Dtype = Annotated[
+    str | None, typer.Option(help="Weights of a configuration in bf16, fp16 or fp32.")
 ]
 Inputs = Annotated[
     list[str] | None,
@@ -29,7 +45,8 @@ Inputs = Annotated[
 ]
 Batch = Annotated[int | None, typer.Option(help="Minibatch: examples, or tokens.")]
 OptimizerName = Annotated[
-    str | None, typer.Option(help="sgd, adam, adamw, sgd-plain, rmsprop, adagrad or none.")
+    str | None,
+    typer.Option(help="sgd, adam, adamw, adamw8bit, sgd-plain, rmsprop, adagrad or none."),
 ]
 PlanFile = Annotated[
     str | None, typer.Option(help="File of a plan, TOML or JSON, in place of technique flags.")

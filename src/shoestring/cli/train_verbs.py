@@ -54,7 +54,7 @@ def train(
     ] = "test",
     plan: PlanFile = None,
     budget: Annotated[
-        str | None, typer.Option(help="Plan for a peak of this size, such as '13 MB'.")
+        str | None, typer.Option(help="Plan for a peak of this size in tensors, such as '13 MB'.")
     ] = None,
     allow: Annotated[str | None, typer.Option(help="What --budget may cost, as for plan.")] = None,
     techniques: dict[str, Any] = {},  # noqa: B006

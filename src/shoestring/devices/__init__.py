@@ -127,3 +127,15 @@ def _rates(facts: dict[str, Any]) -> DeviceRates:
 
 def _fit(facts: dict[str, Any]) -> RecurrentFit:
     return RecurrentFit(facts["widest_small"], tuple(facts["small"]), tuple(facts["large"]))
+
+
+@cache
+def cards() -> tuple[tuple[int, str], ...]:
+    """Gigabytes of the cards people have, from small to large, each with examples.
+
+    As they are sold, 10^9 bytes: what CUDA itself takes, about half a GB, lies in the difference to
+    the GiB that most of them have.
+    """
+    text = files(__package__).joinpath("cards.csv").read_text(encoding="utf-8")
+    rows = csv.DictReader(text.splitlines())
+    return tuple((int(row["gigabytes"]), row["example"]) for row in rows)

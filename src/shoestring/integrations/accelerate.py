@@ -26,7 +26,7 @@ from ..step.step import Step
 from ..techniques.base import Technique
 from ..techniques.plan import Plan
 from ..trace.capture import Loss
-from .hosted import Wanted, changes_state, hosted_step, library, route_updates, synchronized
+from .hosted import Wanted, hosted_step, library, route_updates, synchronized
 
 with library("accelerate", "1.0", "hf"):
     import accelerate
@@ -77,17 +77,12 @@ def prepare_passes(
     bare = accelerator.unwrap_model(model)
     ranked = model if isinstance(model, DistributedDataParallel) else None
     scaled = ranked is not None or getattr(accelerator, "scaler", None) is not None
-    if scaled and wanted.plan is not None and changes_state(wanted.plan):
-        raise InputError(
-            f"on several ranks or beside fp16 accelerate cannot train by {wanted.plan.short()}",
-            hint='leave what changes weights or state out of the plan: allow="lossless"',
-        )
     waiting = accelerator.gradient_accumulation_steps > 1
     gradients = sum(p.nbytes for p in bare.parameters() if p.requires_grad)
     step = hosted_step(
         wanted, bare, batch, optimizer=optimizer, backward=accelerator.backward,
         loss=lambda given, part: loss(model if given is bare else given, part),
-        held_bytes=gradients * (waiting + (ranked is not None)),
+        held_bytes=gradients * (waiting + (ranked is not None)), same_state=scaled,
     )  # fmt: skip
     if step.loss_scale is not None:
         raise InputError(

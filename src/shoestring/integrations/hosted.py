@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import BudgetError, InputError
 from ..planning.fit import fitted
+from ..planning.settings import Setting
 from ..step.clipping import Clip, clip_gradients
 from ..step.step import Step, apply_alone
 from ..techniques.base import Technique
@@ -68,8 +69,11 @@ def hosted_step(
     optimizer: torch.optim.Optimizer,
     backward: Callable[[torch.Tensor], None] | None = None,
     held_bytes: int = 0,
+    same_state: bool = False,
 ) -> Step:
     """The step that the trainer will call with `update=False`.
+
+    `same_state`: the trainer itself works on weights and gradients, as DDP and scalers do.
 
     `held_bytes`: what the trainer itself keeps on the device, such as DDP's buckets or gradients
     that wait for more batches.
@@ -79,14 +83,30 @@ def hosted_step(
     def made(plan: Plan) -> Step:
         return apply_alone(plan, model, inner, loss=loss, backward=backward)
 
+    def among(setting: Setting) -> bool:
+        """Gradients wait for the trainer's update."""
+        gone = any(t.updates_in_backward for t in setting.techniques)
+        return not gone and not (same_state and changes_state(setting.plan()))
+
     if wanted.plan is not None:
+        if same_state and changes_state(wanted.plan):
+            raise InputError(
+                f"on several ranks or beside a gradient scaler a trainer cannot train by "
+                f"{wanted.plan.short()}",
+                hint='leave what changes weights or state out of the plan: allow="lossless"',
+            )
+        if any(t.updates_in_backward for t in wanted.plan.techniques):
+            raise InputError(
+                f"a trainer updates after the backward pass, {wanted.plan.short()} within it",
+                hint="leave that out of the plan, or use ss.apply in a loop of your own",
+            )
         step = made(wanted.plan)
     else:
         assert wanted.budget_bytes is not None
         try:
             step = fitted(
                 model, batch, loss=loss, optimizer=inner, allow=wanted.allow, made=made,
-                budget_bytes=wanted.budget_bytes, held_bytes=held_bytes,
+                budget_bytes=wanted.budget_bytes, held_bytes=held_bytes, among=among,
             )  # fmt: skip
         except BudgetError as error:
             if held_bytes:
@@ -163,7 +183,7 @@ def clip_scaled(step: Step, norm: float) -> torch.Tensor | None:
 
 def changes_state(plan: Plan) -> bool:
     """Whether weights or optimizer state differ from those of plain training in how they lie."""
-    return any(not t.revisable and not t.is_neutral for t in plan.techniques)
+    return any(not t.same_state and not t.is_neutral for t in plan.techniques)
 
 
 @contextmanager

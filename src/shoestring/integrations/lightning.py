@@ -173,16 +173,10 @@ class BudgetCallback(Callback):
             self._backward(scaled, module, trainer.optimizers[0])
 
         gradients = sum(p.nbytes for p in module.parameters() if p.requires_grad)
-        if chosen.plan is not None and changes_state(chosen.plan):
-            if ranked is not None or getattr(precision, "scaler", None) is not None:
-                raise InputError(
-                    f"on several ranks or beside 16-mixed Lightning cannot train by "
-                    f"{chosen.plan.short()}",
-                    hint='leave what changes weights or state out of the plan: allow="lossless"',
-                )
         self.step = hosted_step(
             chosen, module, batch, loss=loss, optimizer=trainer.optimizers[0], backward=backward,
             held_bytes=gradients * ((share > 1) + (ranked is not None)),
+            same_state=ranked is not None or getattr(precision, "scaler", None) is not None,
         )  # fmt: skip
         setup = self.step._setup
         if ranked is not None:

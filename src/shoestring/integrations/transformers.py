@@ -116,11 +116,6 @@ class Budgeted:
         ranked = model if isinstance(model, DistributedDataParallel) else None
         gradients = sum(p.nbytes for p in bare.parameters() if p.requires_grad)
         waiting = trainer.args.gradient_accumulation_steps > 1
-        if ranked is not None and chosen.plan is not None and changes_state(chosen.plan):
-            raise InputError(
-                f"on several ranks the Trainer cannot train by {chosen.plan.short()}",
-                hint='leave what changes weights or state out of the plan: allow="lossless"',
-            )
         backward = trainer.accelerator.backward
         passes = super().training_step  # type: ignore[misc]
 
@@ -146,6 +141,7 @@ class Budgeted:
         self.step = hosted_step(
             chosen, bare, batch, loss=loss, optimizer=trainer.optimizer, backward=backward,
             held_bytes=gradients * (waiting + (ranked is not None)),  # and DDP's buckets
+            same_state=ranked is not None or trainer.accelerator.scaler is not None,
         )  # fmt: skip
         self._unroute = route_updates(self.step.optimizer, lambda: self.step)
         if ranked is not None:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ..errors import InputError, first_line
+from ..integrations.configurations import PREFIXES, Configured, loss_of
 from ..techniques.plan import Plan, from_flags
 from ..torch_private.dispatch import TorchDispatchMode
 from ..torch_private.fake_tensors import FakeTensorMode
@@ -76,6 +77,8 @@ class InputSpec:
 
 def batch_unit(name: str) -> str:
     """What the size of a batch counts: images, tokens or examples."""
+    if name.startswith(PREFIXES):
+        return "examples"
     return "examples" if ":" in name else builtin(name).batch_unit
 
 
@@ -97,8 +100,9 @@ def resolve(
     plan: Plan | None = None,
     loss: str | None = None,
     real: bool = False,
+    how: Mapping[str, Any] | None = None,
 ) -> Target:
-    """Build what the command line names, on fake tensors.
+    """Build what the command line names, on fake tensors; `how` is for configurations.
 
     With a plan the batch is the part of the minibatch that runs at once.
 
@@ -109,9 +113,38 @@ def resolve(
             f"a batch cannot have a size of {batch}",
             hint=f"a whole number from 1 to {LARGEST_BATCH:,}",
         )
+    if name.startswith(PREFIXES):
+        return _configured(name, inputs, batch, plan or Plan(), loss, real, how or {})
+    if given := [flag for flag, value in (how or {}).items() if value is not None]:
+        raise InputError(
+            f"--{given[0]} is for a configuration", hint="hf:FOLDER, hf:NAME or timm:NAME"
+        )
     if ":" not in name:
         return _builtin(name, inputs, batch, plan or Plan(), loss, real)
     return _imported(name, inputs, batch, plan or Plan(), loss, real)
+
+
+def _configured(
+    name: str,
+    inputs: Sequence[str],
+    batch: int | None,
+    plan: Plan,
+    loss: str | None,
+    real: bool,
+    how: Mapping[str, Any],
+) -> Target:
+    """A model of transformers or timm, by its configuration."""
+    if inputs or loss or real:
+        raise InputError(
+            f"{name} is a configuration, without weights or inputs of yours",
+            hint="give --tokens and --batch, or package.module:factory with --input",
+        )
+    given = {key: value for key, value in how.items() if value is not None}
+    made = Configured(name, batch=batch or 1, **given)
+    model, data = made.build()
+    for technique in plan.techniques:
+        data = technique.prepare(data)
+    return Target(name, model, data, loss_of, "adamw", made.batch, made.unit)
 
 
 def _builtin(

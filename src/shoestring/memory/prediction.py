@@ -25,6 +25,8 @@ class Prediction:
     """What CUDA's allocator takes from the card for it; 0 where that is not asked."""
     captured: bool = False
     """Whether the step is taken to run as one CUDA graph."""
+    graph_bytes: int = 0
+    """What would be reserved if it did; 0 where it cannot, or is not asked."""
 
     @property
     def needed_bytes(self) -> int:

@@ -242,14 +242,14 @@ class DeviceEstimates:
         scratch = scratch_above(trace, totals) if device == "cpu" else 0
         scratch += sum(technique.untraced_bytes(device) for technique in plan.techniques)
         above = max(passes + state + scratch - peak, 0)
-        taken, captured = 0, self._capturable(setting)
+        taken, graph, captured = 0, 0, self._capturable(setting)
         if self._of_card:
             card = reserved(
                 trace, self._state_sizes(setting, trace), self.update(setting).passing_bytes,
                 state_first=any(t.state_first for t in setting.techniques),
                 rest=self._rest(setting), limit_bytes=self.room_bytes,
             )  # fmt: skip
-            taken = card.eager_bytes
+            taken, graph = card.eager_bytes, card.captured_bytes if captured else 0
             room = self.room_bytes
             if captured and room is not None and card.captured_bytes <= room:
                 taken = card.captured_bytes
@@ -258,7 +258,7 @@ class DeviceEstimates:
         seconds = self._seconds(setting, work, captured)
         return Prediction(
             peak, "device", device, seconds, int(work.flops), self._costs.source, above, taken,
-            captured,
+            captured, graph,
         )  # fmt: skip
 
     def _rest(self, setting: Setting) -> float:

@@ -94,10 +94,12 @@ def fitted(
     made: Callable[[BudgetPlan], Step],
     budget_of: str = "reserved",
     held_bytes: int = 0,
+    among: Callable[[Setting], bool] = lambda setting: True,
 ) -> Step:
     """Plan, have the step `made` from the plan, and watch it; see `fit`.
 
-    `held_bytes` of the budget are somebody else's while the step runs.
+    `held_bytes` of the budget are somebody else's while the step runs; `among` are the settings
+    that may be taken.
     """
     check_trainable(model)
     check_optimizer(optimizer)
@@ -120,7 +122,7 @@ def fitted(
         return Planner(model, batch, optimizer=optimizer, **given)  # its values are needed
 
     try:
-        tighter = _Tighter(planner_for, batch, budget_bytes, held_bytes)
+        tighter = _Tighter(planner_for, batch, budget_bytes, held_bytes, among)
     except Exception as error:
         because = untraced(error)
         if because is None:
@@ -144,13 +146,19 @@ class _Tighter:
     """
 
     def __init__(
-        self, planner_for: Callable[[Any], Planner], batch: Any, budget_bytes: int, held_bytes: int
+        self,
+        planner_for: Callable[[Any], Planner],
+        batch: Any,
+        budget_bytes: int,
+        held_bytes: int = 0,
+        among: Callable[[Setting], bool] = lambda setting: True,
     ) -> None:
+        self._among = among
         self._planner_for, self._budget_bytes = planner_for, budget_bytes
         self._first_bytes = max(budget_bytes - held_bytes, 0)
         self._shapes, self._planner = shapes_of(batch), planner_for(batch)
         self._planned_bytes = {self._shapes: self._first_bytes}
-        found = self._planner.plan(self._first_bytes)
+        found = self._planner.plan(self._first_bytes, among=among)
         self.first = replace(found, budget_bytes=budget_bytes)
 
     def __call__(self, step: Step, batch: Any, peak_bytes: int | None) -> None:
@@ -168,7 +176,7 @@ class _Tighter:
             self._planned_bytes[shapes] = int(self._planned_bytes[shapes] * off * _SPARE)
 
         def alike(setting: Setting) -> bool:
-            return revisable(now, setting.plan())
+            return self._among(setting) and revisable(now, setting.plan())
 
         try:
             found = self._planner.plan(self._planned_bytes[shapes], among=alike)

@@ -12,7 +12,10 @@ from typing import Any, Literal
 from torch import nn
 
 from ..errors import BudgetError, InputError
+from ..memory.cpu_scratch import scratch_above
+from ..memory.device import device_timeline
 from ..memory.model import ACCOUNTINGS
+from ..memory.reserved import reserved
 from ..memory.work import Work
 from ..step.trace_step import capture_step
 from ..techniques import registered
@@ -31,6 +34,7 @@ from ..trace.positions import index_like
 from ..trace.split import examples_of
 from ..units import parse_size
 from .allow import Allowed
+from .batches import largest, plan_for_all
 from .by_running import plan_by_running, untraced
 from .cost import IDEAL, NOMINAL, Costs, costs_of
 from .device_estimates import DeviceEstimates
@@ -61,6 +65,7 @@ def plan(
     accounting: str = "device",
     device: str | None = None,
     budget_of: Literal["reserved", "allocated"] = "reserved",
+    batches: Iterable[Any] | None = None,
 ) -> BudgetPlan:
     """Find the plan of least predicted time that fits the budget, lossless if there is one.
 
@@ -84,6 +89,8 @@ def plan(
         device: "cpu" or "cuda"; by default where the model is. It need not be there.
         budget_of: On CUDA, what the budget counts: "reserved" is what PyTorch's allocator takes
             from the card, "allocated" what tensors use of that.
+        batches: Others that are trained on, such as a data loader, which is read to its end: the
+            plan holds for all of them.
 
     Returns:
         A `BudgetPlan`: techniques, what is predicted with and without them, and why.
@@ -95,6 +102,19 @@ def plan(
         >>> plan = ss.plan(model, batch, loss=loss, optimizer="adamw", budget="8 GB")
     """
     budget_bytes = parse_size(budget)
+    if batches is not None:
+        given: dict[str, Any] = {
+            "loss": loss, "optimizer": optimizer, "allow": allow, "accounting": accounting,
+            "device": device, "budget_of": budget_of,
+        }  # fmt: skip
+        return plan_for_all(
+            largest([batch, *batches]),
+            lambda one: plan(model, one, budget=budget_bytes, **given),
+            lambda found, one: needed_bytes(
+                found, model, one, loss=loss, optimizer=optimizer, device=device
+            ),
+            budget_bytes,
+        )
     try:
         planner = Planner(
             model, batch, loss=loss, optimizer=optimizer, allow=allow, accounting=accounting,
@@ -346,3 +366,26 @@ class Planner:
         assert predicted.seconds is not None
         kind = found.candidate.setting.level(self.context.circumstances).kind
         return FrontPoint(plan, predicted.peak_bytes, predicted.seconds, True, kind)
+
+
+def needed_bytes(
+    plan: BudgetPlan,
+    model: nn.Module,
+    batch: Any,
+    *,
+    loss: Loss,
+    optimizer: OptimizerLike,
+    device: str | None,
+) -> int:
+    """What a budget must hold for another batch by the same plan."""
+    kind = next(model.parameters()).device.type if device is None else device
+    trace = capture_step(plan.plan, model, batch, loss=loss, optimizer=optimizer, device=kind)
+    totals = device_timeline(trace).totals
+    peak = int(totals.max(initial=0))
+    if kind == "cpu":
+        return peak + scratch_above(trace, totals)
+    if plan.budget_of == "allocated":
+        return peak
+    first = any(technique.state_first for technique in plan.techniques)
+    card = reserved(trace, limit_bytes=plan.budget_bytes, state_first=first)
+    return card.captured_bytes if plan.predicted.captured else card.eager_bytes

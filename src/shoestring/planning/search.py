@@ -29,6 +29,10 @@ TRIES = 6
 """Schedules of one setting that are predicted at most."""
 
 
+_TRIES_FOR_GRAPH = 3
+_ABOUT = 1.05
+"""A step that is predicted to take so much more than estimated is as fast as it was thought."""
+
 _SMALLEST = 3
 """Settings with the lowest bounds that can be applied, of which the smallest plan is sought."""
 
@@ -94,6 +98,12 @@ class Found:
     candidate: Candidate
     predicted: Prediction
 
+    @property
+    def seconds(self) -> float:
+        """Of a step, as predicted."""
+        assert self.predicted.seconds is not None
+        return self.predicted.seconds
+
 
 def search(
     estimates: Estimates, settings: Sequence[Setting], limit_bytes: int, at: Circumstances
@@ -104,8 +114,11 @@ def search(
         for number, setting in enumerate(alike):
             least = estimates.least_seconds(setting)
             heapq.heappush(queue, (least, number, setting, None, None, 0, TRIES))
+        kept: Found | None = None
         while queue:
-            _, number, setting, candidate, last, missing, tries = heapq.heappop(queue)
+            least, number, setting, candidate, last, missing, tries = heapq.heappop(queue)
+            if kept is not None and least >= kept.seconds:
+                return kept
             if candidate is None:
                 if last is None and estimates.least_bytes(setting) <= limit_bytes:
                     candidate = estimates.best(setting, limit_bytes)
@@ -118,11 +131,21 @@ def search(
             predicted = estimates.predict(candidate)
             if predicted is None:
                 continue
-            if predicted.needed_bytes <= limit_bytes:
-                return Found(candidate, predicted)
-            missing = max(predicted.needed_bytes - limit_bytes, limit_bytes // 1000)
+            over = predicted.needed_bytes - limit_bytes
+            if over <= 0:
+                found_now = Found(candidate, predicted)
+                if found_now.seconds <= _ABOUT * candidate.seconds:
+                    return found_now
+                # Slower than was estimated: for want of room it is no CUDA graph.
+                if kept is None or found_now.seconds < kept.seconds:
+                    kept = found_now
+                over = predicted.graph_bytes - limit_bytes
+                tries = min(tries, _TRIES_FOR_GRAPH)
+            missing = max(over, limit_bytes // 1000)
             again = (candidate.seconds, number, setting, None, candidate, missing, tries - 1)
             heapq.heappush(queue, again)
+        if kept is not None:
+            return kept
     return None
 
 

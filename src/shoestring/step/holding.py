@@ -50,9 +50,12 @@ class Hold:
         self._of_card = plan.budget_of == "reserved"
         self._limited = self._device.type == "cuda" and self._of_card
         self.running = False
+        self._others_bytes = 0
+        """On CUDA: of tensors that are there already and are not the step's."""
         if self._limited:
             expand_segments()
             torch.cuda.empty_cache()
+            self._others_bytes = _others(step, self._device)
             step.model.register_forward_pre_hook(_GivesWay(self))
 
     def __call__(self, batch: Any, update: bool = True) -> torch.Tensor:
@@ -110,11 +113,12 @@ class Hold:
             most = (
                 torch.cuda.max_memory_reserved if self._of_card else torch.cuda.max_memory_allocated
             )
-            before = most()
+            before = most() - self._others_bytes
             if before > self._budget_bytes:  # of something else, and it would hide this step
                 torch.cuda.reset_peak_memory_stats()
                 before = 0
-            held = at_most(self._budget_bytes, self._device) if self._limited else nullcontext()
+            limit = self._budget_bytes + self._others_bytes
+            held = at_most(limit, self._device) if self._limited else nullcontext()
             self.running = True
             try:
                 with held:
@@ -124,7 +128,7 @@ class Hold:
             if step.captured and step.captured_peak_bytes > self._budget_bytes:
                 self._run_eagerly()
                 return loss, None
-            reached = most()
+            reached = most() - self._others_bytes
             return loss, reached if reached > before else None
         kind = shapes_of(batch), update, bool(step.accumulated)
         self._seen[kind] = self._seen.get(kind, 0) + 1
@@ -239,6 +243,17 @@ def _nobody(*_: Any) -> None:
 
 def _nobody_made() -> Callable[..., None]:
     return _nobody
+
+
+def _others(step: Step, device: torch.device) -> int:
+    """Bytes of tensors on the GPU that belong neither to the model nor to its optimizer."""
+    state = [v for held in step.optimizer.state.values() for v in held.values()]
+    own = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+        for t in (*step.model.parameters(), *step.model.buffers(), *state)
+        if isinstance(t, torch.Tensor) and t.is_cuda
+    }
+    return max(torch.cuda.memory_allocated(device) - sum(own.values()), 0)
 
 
 def shapes_of(batch: Any) -> tuple[torch.Size, ...]:

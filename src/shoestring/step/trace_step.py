@@ -21,6 +21,7 @@ from ..trace.answers import Answers, with_answers
 from ..trace.attributes import held_by
 from ..trace.batches import tensors_of
 from ..trace.capture import Loss, RecordedStep, freeze, named_failures
+from ..trace.compiled import uncompiled
 from ..trace.cuda import CudaKernels
 from ..trace.draws import at_worst
 from ..trace.fakes import (
@@ -139,11 +140,11 @@ class _Request:
             kernels: AbstractContextManager[Any] = (
                 CudaKernels() if device == "cuda" else nullcontext()
             )
-            with named_failures(recorder), asked, mode, outside, kernels:
+            with named_failures(recorder), uncompiled(recorder), asked, mode, outside, kernels:
                 step = apply_alone(Plan.of(plan), twin, updates, loss=loss)
+                capturable = self._becomes_a_graph(step._setup)
                 if device == "cuda":
                     default_to_foreach(updates)
-                capturable = self._becomes_a_graph(step._setup)
                 if capturable and captured:
                     outside.stop_asking()
                 if size is not None:
@@ -162,7 +163,7 @@ class _Request:
                     for part, _ in step._setup.split(data):
                         step._setup.run(part)
                 if passes and step._setup.updates_in_backward:
-                    step._compute(data)  # makes the optimizer's state
+                    self._make_state(step, data)
                 if not passes:
                     _leave_gradients(step, self.trained)
                 if self.watch is not None:
@@ -174,6 +175,15 @@ class _Request:
                     recorded = _record(recorder, step, data, passes, update=optimizer is not None)
         made = freeze(recorder, twin, updates, recorded, device)
         return replace(made, capturable=capturable), capturable and outside.was_asked
+
+    def _make_state(self, step: Step, data: Any) -> None:
+        """The optimizer's, which a step that updates in its backward pass finds there."""
+        if not self.trained:
+            step._compute(data)
+            return
+        _leave_gradients(step, self.trained)
+        step._setup.update()
+        step._drop_gradients()
 
     def _becomes_a_graph(self, setup: Setup) -> bool:
         """On CUDA, by the optimizer that really trains."""

@@ -137,6 +137,8 @@ class Flag:
     label: str | None = None
     """What tables call it."""
     percent: bool = False
+    part_of: str | None = None
+    """The setting it is a part of: where both are equal the technique changes nothing."""
 
 
 class Technique:
@@ -153,6 +155,8 @@ class Technique:
     """A step can take it away and put another on, between two updates."""
     addable: ClassVar[bool] = False
     """A step without it can get it, but not change it."""
+    same_state: ClassVar[bool] = False
+    """Weights and optimizer state lie as in plain training: another loop can go on with them."""
     changes_update: ClassVar[bool] = True
     """What is resident, or what the update takes, differs with it."""
     changes_passes: ClassVar[bool] = False

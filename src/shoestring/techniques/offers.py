@@ -109,6 +109,8 @@ class Context:
         self.accounting, self.reserved = accounting, reserved
         """On CUDA a budget is of what the allocator takes from the card, not of what is in use."""
         self._batch_norm = batch_norm
+        self.found: dict[str, Any] = {}
+        """What techniques learned of the plain step, for contexts `within` some technique."""
         self.split = split or SplitFound("auto", None, "assumed: the loss was not tested")
         """How the loss of a batch splits into those of its parts, as tested on real values."""
         self._writers = writers

@@ -3,14 +3,24 @@
 import torch
 from torch.overrides import _len_torch_function_stack as function_modes
 from torch.overrides import _pop_mode_temporarily as without_innermost_function_mode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 
 make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
 
+
+def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """What a tensor of a wrapper class is made of; itself, where it is an ordinary one."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    return [inner for name in names for inner in inner_tensors(getattr(tensor, name))]
+
+
 __all__ = [
     "TorchDispatchMode",
     "function_modes",
+    "inner_tensors",
     "make_wrapper_subclass",
     "without_innermost_function_mode",
     "without_modes",

@@ -6,7 +6,7 @@ import gc
 import logging
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ..errors import InputError, ShoestringError, TraceError
+from ..torch_private.dispatch import inner_tensors
 from ..torch_private.fake_tensors import (
     LOGGER,
     FakeTensorMode,
@@ -27,6 +28,7 @@ from .answers import INSIDE, Answers, reads_values, with_answers
 from .attributes import Held, held_by, moved_modules
 from .batches import tensors_of
 from .blocks import is_normalization, sparsifiable_names
+from .compiled import uncompiled
 from .cuda import CudaKernels
 from .draws import at_worst
 from .fakes import (
@@ -38,6 +40,7 @@ from .fakes import (
     mode_of,
 )
 from .graph import Op, ParameterSpec, Phase, Role, Storage, Trace, Value, live_bytes
+from .hooked import update_in_backward
 from .outside import Outside
 from .recorder import Recorder, StorageRecord
 from .untouched import nothing_changes
@@ -83,6 +86,7 @@ def _traced(
         twin, mapping = fake_model(model, fake_mode)
         data = fake_batch(batch, fake_mode)
         fake_optimizer = make_optimizer(optimizer, twin, mapping)
+        within = update_in_backward(model, mapping)
         if device == "cuda" and fake_optimizer is not None:
             default_to_foreach(fake_optimizer)
         recorder, outside = Recorder(), Outside(fake_mode, answers=answers)
@@ -90,6 +94,7 @@ def _traced(
         kernels: AbstractContextManager[Any] = CudaKernels() if device == "cuda" else nullcontext()
         with (
             named_failures(recorder),
+            uncompiled(recorder),
             asked,
             fake_mode,
             outside,
@@ -97,7 +102,7 @@ def _traced(
             recorder.following(twin),
             recorder,
         ):
-            step = _record_step(recorder, twin, data, loss, fake_optimizer)
+            step = _record_step(recorder, twin, data, loss, fake_optimizer, within)
     return freeze(recorder, twin, fake_optimizer, step, device)
 
 
@@ -206,12 +211,17 @@ class RecordedStep:
         counts_on_device = {
             id(p)
             for group in optimizer.param_groups
-            if group.get("fused") or group.get("capturable")
+            if any(group.get(k) for k in ("fused", "capturable", "counts_on_device"))
             for p in group["params"]
         }
         for owner, state in optimizer.state.items():
             name = by_id.get(id(owner), "")
-            tensors = [t for t in tree_leaves(state) if isinstance(t, torch.Tensor)]
+            tensors = [
+                inner
+                for t in tree_leaves(state)
+                if isinstance(t, torch.Tensor)
+                for inner in inner_tensors(t)
+            ]
             for leaf in tensors:
                 record = recorder.resident(leaf)
                 if record is not None:
@@ -227,10 +237,16 @@ def _record_step(
     batch: Any,
     loss: Loss,
     optimizer: torch.optim.Optimizer | None,
+    within: Sequence[torch.optim.Optimizer] = (),
 ) -> RecordedStep:
     step = RecordedStep()
     named = dict(model.named_parameters())
     recorder.recording = False
+    if within:  # hooks of the parameters update them: the first pass makes the state
+        recorder.phase = Phase.OPTIMIZER
+        loss(model, batch).backward()
+        for own in within:
+            step.note_state(recorder, own, named)
     for name, parameter in named.items():
         record = recorder.resident(parameter, name.rpartition(".")[0])
         if record is not None:

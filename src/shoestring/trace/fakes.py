@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from ..errors import InputError, TraceError
+from ..errors import InputError, TraceError, needs_extra
 from ..torch_private.fake_tensors import FakeTensor, FakeTensorMode
 from .batches import map_tensors, tensors_of
 from .values import stand_for
@@ -29,8 +29,16 @@ OPTIMIZERS: dict[str, Callable[[list[torch.Tensor]], torch.optim.Optimizer]] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=5e-4),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
+    "adamw8bit": lambda p: _of_bitsandbytes("AdamW8bit", p),
 }
 """The optimizers a command line can name; sgd and adam with the report's settings (Table 6)."""
+
+
+def _of_bitsandbytes(name: str, parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
+    with needs_extra("bitsandbytes", "bitsandbytes", "an optimizer with 8-bit state"):
+        from bitsandbytes import optim
+    made: torch.optim.Optimizer = getattr(optim, name)(parameters, lr=5e-4)
+    return made
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
@@ -139,10 +147,10 @@ def make_optimizer(
         _early_state(made)
         return made
     check_optimizer(optimizer)
-    return _optimizer_twin(unwrapped(optimizer), mapping, {})
+    return optimizer_twin(unwrapped(optimizer), mapping, {})
 
 
-def _optimizer_twin(
+def optimizer_twin(
     optimizer: torch.optim.Optimizer, mapping: dict[int, torch.Tensor], memo: dict[int, Any]
 ) -> torch.optim.Optimizer:
     """A copy over other parameters; optimizers it holds, and groups it shares with them, as well.
@@ -165,7 +173,7 @@ def _optimizer_twin(
         held["state"] = memo.setdefault(id(state), defaultdict(dict))
     for name, value in held.items():
         if isinstance(value, torch.optim.Optimizer):
-            held[name] = _optimizer_twin(value, mapping, memo)
+            held[name] = optimizer_twin(value, mapping, memo)
         elif name.startswith("_optimizer_step_p"):
             held[name] = OrderedDict()
     vars(twin).update(held)
@@ -248,10 +256,16 @@ def check_optimizer(optimizer: Any) -> None:
 
 
 def default_to_foreach(optimizer: torch.optim.Optimizer) -> None:
-    """On CUDA an optimizer with no choice made runs over all tensors at once."""
+    """On CUDA an optimizer with no choice made runs over all tensors at once.
+
+    One that is capturable refuses to run on fake tensors, which are on no CUDA device; the same
+    update without it takes as much memory, but for counts of steps, which stay on the device.
+    """
     for group in optimizer.param_groups:
         if "foreach" in group and group["foreach"] is None and not group.get("fused"):
             group["foreach"] = True
+        if group.get("capturable") and not group.get("fused"):
+            group["capturable"], group["counts_on_device"] = False, True
 
 
 @contextmanager

@@ -108,7 +108,12 @@ class Recorder(TorchDispatchMode):
     # -- storages ------------------------------------------------------------------------------
 
     def storage_of(self, tensor: torch.Tensor) -> StorageRecord | None:
-        """The record of the tensor's storage, made on first sight."""
+        """The record of the tensor's storage, made on first sight.
+
+        None for a tensor that only wraps others, which have storages of their own.
+        """
+        if hasattr(type(tensor), "__tensor_flatten__"):
+            return None
         try:
             storage = tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):

@@ -281,7 +281,7 @@ def test_on_the_gpu_it_is_captured_and_needs_less() -> None:
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(16))).cuda().bfloat16()
         given = tuple(torch.randn(64, 2048, device="cuda").bfloat16() for _ in range(2))
-        own = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        own = torch.optim.AdamW(model.parameters(), lr=3e-5)
         step = ss.apply([ss.OptimizerState(8), *plan], model, own, loss=loss)
         losses = [float(step(given)) for _ in range(4)]
         assert step.captured and losses[-1] < losses[0]
@@ -297,3 +297,20 @@ def test_clipping_and_accumulating_by_the_step_are_refused() -> None:
     step = trained("sgd", RELEASE)
     with pytest.raises(InputError, match="gradients cannot be accumulated"):
         step(data(), update=False)
+
+
+def test_a_revised_step_goes_on_releasing_or_stops() -> None:
+    step, plain = trained("adamw", RELEASE), trained("adamw")
+    step.revise(ss.Plan([ss.Microbatching(8), RELEASE]))
+    plain.revise(ss.Plan([ss.Microbatching(8)]))
+    for one in (step, plain):
+        one(data())
+    assert equal(step, plain)
+    assert all(len(p._post_accumulate_grad_hooks) == 1 for p in step.model.parameters())
+    step.revise(ss.Plan([ss.Microbatching(8)]))
+    assert not any(p._post_accumulate_grad_hooks for p in step.model.parameters())
+    step.clip = 1.0  # gradients are there again
+    plain.clip = 1.0
+    for one in (step, plain):
+        one(data())
+    assert equal(step, plain)

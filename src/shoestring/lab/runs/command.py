@@ -326,7 +326,7 @@ def _plan_for_budget(call: Call, task: ImageTask | TextTask, device: str) -> Pla
     with working(f"planning {call.model} for {call.budget}"):
         found = plan(
             model, batch, loss=loss, optimizer=job.optimizer(model, there),
-            budget=max(room, 1), allow=call.allow, device=device,
+            budget=max(room, 1), allow=call.allow, device=device, budget_of="allocated",
         ).plan  # fmt: skip
     if task.unit == "examples":
         return found

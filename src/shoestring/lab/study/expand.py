@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...errors import InputError
-from ...techniques.registry import neutral_flags
+from ...techniques.registry import neutral_flags, registered
 from ..runs.defaults import usual_batch
 from .spec import MOST_RUNS, PLACES, Study, StudySearch, Values
 from .statistics import Sample, sample
@@ -33,7 +33,7 @@ class StudyJob:
         neutral = neutral_flags()  # what changes no bit does not make a run another one
         kept = {
             name: value
-            for name, value in without_one_part(self.settings).items()
+            for name, value in without_wholes(self.settings).items()
             if name not in PLACES and (name not in neutral or value != neutral[name])
         }
         text = json.dumps([self.kind, kept], sort_keys=True)
@@ -157,13 +157,17 @@ def expand(study: Study, score: Score, fed: Sequence[FedChoice] = ()) -> Expansi
     return Expansion(tuple({**jobs, **row_jobs}.values()), tuple(rows), tuple(choices), total)
 
 
-def without_one_part(settings: Mapping[str, Any]) -> Values:
-    """The settings without a microbatch that is the whole minibatch: nothing is cut."""
-    size, data = settings.get("microbatch"), settings.get("data")
-    whole = settings.get("batch") or (data and usual_batch(str(data), str(settings["model"])))
-    if not whole or size != whole:
-        return dict(settings)
-    return {n: v for n, v in settings.items() if n not in ("microbatch", "simulated")}
+def without_wholes(settings: Mapping[str, Any]) -> Values:
+    """The settings without techniques whose part of a minibatch is all of it: nothing is cut."""
+    data = settings.get("data")
+    usual = usual_batch(str(data), str(settings["model"])) if data else None
+    known = {"batch": usual, **settings}
+    idle: set[str] = set()
+    for kind in registered().values():
+        parts = [flag for flag in kind.flags if flag.part_of is not None]
+        if any(settings.get(f.name) == known.get(f.part_of or "") is not None for f in parts):
+            idle |= {flag.name for flag in kind.flags}
+    return {name: value for name, value in settings.items() if name not in idle}
 
 
 def values_of(study: Study) -> dict[str, list[Any]]:
@@ -267,7 +271,7 @@ def _points(study: Study, fed: Iterable[FedChoice] = ()) -> list[_Point]:
         _check_count(len(seeds) if isinstance(seeds, list) else 1, {**grid, "seed": None})
         for values in product({**grid, "seed": None}):
             whole = {n: v for n, v in {**study.base, **values}.items() if n != "seed"}
-            one = {**neutral_flags(), **without_one_part(whole)}
+            one = {**neutral_flags(), **without_wholes(whole)}
             text = json.dumps([told_once(one), sorted(own)], default=str)
             point = found.setdefault(text, _Point(whole, own, []))
             new = [seeds] if isinstance(seeds, int) else seeds

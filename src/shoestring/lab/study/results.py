@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import InputError
-from ...techniques.registry import neutral_flags
+from ...techniques.registry import flags, neutral_flags
+from ..target import flagged_plan
 from . import feed
 from .command import RUNS, Folder, check_score, score_of
 from .execute import Outcome
@@ -244,7 +245,8 @@ def _work(profile: Outcome) -> dict[str, float]:
     batch = end.get("batch")
     if not batch:
         return {}
-    passes = 1.0 if settings.get("simulated") else batch / (settings.get("microbatch") or batch)
+    given = {name: settings[name] for name in flags() if name in settings}
+    passes = batch / (flagged_plan(str(settings["model"]), given).at_once or batch)
     flops = end["forward_flops"] + end["backward_flops"] + end["recompute_flops"]
     return {"flops": flops * max(passes, 1.0)}
 

@@ -197,6 +197,10 @@ def main_table(results: Results) -> Table:
         cells.append(tuple(cell))
     notes = _intervals(results, targets) if "score" in columns else []
     notes += _marked(results.rows) if "score" in columns else []
+    if "flops_ratio" in columns and any(
+        r.quantities.get("flops_ratio", 1) < 1 for r in results.rows
+    ):
+        notes.append("FLOPs are counted at nonzeros, as the report does; kernels that run do more.")
     notes += _state(results)
     sources = tuple(map(results.runs_of, results.rows))
     return Table("table", study.title, tuple(heads), tuple(cells), sources, tuple(notes))

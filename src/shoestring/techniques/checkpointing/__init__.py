@@ -38,6 +38,7 @@ class Checkpointing(Technique):
     """
 
     name: ClassVar[str] = "checkpointing"
+    same_state: ClassVar[bool] = True
     order: ClassVar[int] = 30
     flags: ClassVar[tuple[Flag, ...]] = (
         Flag(

@@ -42,6 +42,7 @@ def estimate_chain(
     optimizer: OptimizerLike = None,
     blocks: Sequence[str] = (),
     seen: Callable[[Trace], None] | None = None,
+    plain: Chain | None = None,
 ) -> Chain:
     """The chain of blocks of the step that a plan makes, its own checkpointing left out.
 
@@ -49,10 +50,14 @@ def estimate_chain(
     by default they are found, as small as they still hand their output to one another; where much
     is kept before the first of them, modules there are stages as well. Those that do not run
     exactly once belong to what is around them. Names of the stages are paths of the blocks, in the
-    order they run. `seen` is given the trace of the step that keeps everything.
+    order they run. `seen` is given the trace of the step that keeps everything. `plain` is the
+    chain of the same model without the plan: its blocks are taken to differ from those of the plan
+    by as much in every way as when everything is kept, which saves all traces but one.
     """
     given = plan or Plan()
     levels = [tuple(blocks)] if blocks else block_levels(model)[::-1]
+    if plain is not None:
+        levels = [tuple(stage.name for stage in plain.blocks)]
 
     def run(items: tuple[Item, ...], paths: tuple[str, ...], optimizer: OptimizerLike) -> StagedRun:
         wrapped = given.but(of(items, paths)) if paths else given
@@ -74,6 +79,8 @@ def estimate_chain(
             "no repeated blocks were found in the model",
             hint="name them, blocks=('stage1', 'stage2')",
         )
+    if plain is not None and ran == levels[0]:
+        return _shifted(plain, kept)
     first = () if blocks else _before(model, ran)
     if first and kept.kept[0] - kept.watch.gradient_bytes.get(-1, 0) > _HEAD * sum(kept.kept):
         # What comes before the blocks keeps much: modules there become stages, too.
@@ -111,6 +118,39 @@ def estimate_chain(
         for i in (0, len(ran) + 1)
     )  # fmt: skip
     return Chain(head, tuple(blocks_), tail, fixed_bytes, kept.update_peak_bytes)
+
+
+def _shifted(plain: Chain, kept: StagedRun) -> Chain:
+    """The chain of a step that differs from the plain one as this run does."""
+    stages = [
+        replace(
+            stage,
+            options=_shifted_options(stage, _option(_Block(kept, i), None)),
+            parameter_gradient_bytes=kept.gradients[i],
+        )
+        for i, stage in enumerate(plain.stages)
+    ]
+    return Chain(
+        stages[0], tuple(stages[1:-1]), stages[-1],
+        kept.fixed_bytes, kept.update_peak_bytes,
+    )  # fmt: skip
+
+
+def _shifted_options(stage: Stage, now: Option) -> dict[str, Option]:
+    was = stage.options["keep"]
+    backward = now.backward_bytes - was.backward_bytes
+    return {
+        name: replace(
+            option,
+            kept_bytes=max(option.kept_bytes + now.kept_bytes - was.kept_bytes, 0),
+            forward_bytes=max(option.forward_bytes + now.forward_bytes - was.forward_bytes, 0),
+            backward_bytes=max(option.backward_bytes + backward, 0),
+            again_bytes=max(option.again_bytes + backward, 0),
+            forward=option.forward + now.forward - was.forward,
+            backward=option.backward + now.backward - was.backward,
+        )
+        for name, option in stage.options.items()
+    }
 
 
 def _before(model: nn.Module, blocks: tuple[str, ...]) -> tuple[str, ...]:

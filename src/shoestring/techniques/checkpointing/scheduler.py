@@ -61,7 +61,11 @@ class BlockScheduler:
         self.kept: Work | None = None
         found: list[Trace] = []
         try:
-            self._chain = estimate_chain(context.trace_step, context.model, of, seen=found.append)
+            self._chain = estimate_chain(
+                context.trace_step, context.model, of, seen=found.append,
+                plain=context.found.get("chain"),
+            )  # fmt: skip
+            context.found.setdefault("chain", self._chain)
         except InputError:
             if not found:
                 raise

@@ -32,6 +32,7 @@ class ChunkedLoss(Technique):
     """
 
     name: ClassVar[str] = "chunked_loss"
+    same_state: ClassVar[bool] = True
     order: ClassVar[int] = 25
     flags: ClassVar[tuple[Flag, ...]] = (
         Flag("loss_columns", "columns", int, "Classes whose logits exist at a time; 0: a default."),
@@ -63,7 +64,9 @@ class ChunkedLoss(Technique):
     @classmethod
     def offers(cls, context: Context) -> Iterable[Offer]:
         """Where the logits are much of what the step holds."""
-        if any(_is_much(op, context.trace) for op in _losses(context.trace)):
+        if context.accounting == "device" and any(
+            _is_much(op, context.trace) for op in _losses(context.trace)
+        ):
             yield Offer(cls(), "logits in parts, computed again in the backward pass")
 
     def claims(self, at: Circumstances) -> Iterable[Claim]:

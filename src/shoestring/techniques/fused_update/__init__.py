@@ -30,6 +30,7 @@ class FusedUpdate(Technique):
     """
 
     name: ClassVar[str] = "fused_update"
+    same_state: ClassVar[bool] = True
     order: ClassVar[int] = 25
     addable: ClassVar[bool] = True
     updates_on_device: ClassVar[bool] = True

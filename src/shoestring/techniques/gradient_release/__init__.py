@@ -31,11 +31,12 @@ class GradientRelease(Technique):
     """
 
     name: ClassVar[str] = "gradient_release"
+    same_state: ClassVar[bool] = True
     order: ClassVar[int] = 45
     flags: ClassVar[tuple[Flag, ...]] = (
         Flag("release", "wanted", bool, "Update each parameter in the backward pass.", False),
     )
-    changes_passes: ClassVar[bool] = True
+    revisable: ClassVar[bool] = True
     updates_in_backward: ClassVar[bool] = True
 
     wanted: bool = True
@@ -131,6 +132,11 @@ class GradientRelease(Technique):
                 hint="accumulate='parameter'",
             )
         plain = not setup.update_on_device
+
+        def undo() -> None:
+            setup.updates_in_backward, setup.gradients_gone = False, ""
+
+        setup.undo.append(undo)
         Release(setup, fold=self.fold and folds(setup, plain))
         setup.updates_in_backward = True
         setup.gradients_gone = f"{self.name} updates each parameter in the backward pass"

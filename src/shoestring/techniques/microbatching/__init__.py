@@ -46,9 +46,16 @@ class Microbatching(Technique):
     """
 
     name: ClassVar[str] = "microbatching"
+    same_state: ClassVar[bool] = True
     order: ClassVar[int] = 40
     flags: ClassVar[tuple[Flag, ...]] = (
-        Flag("microbatch", "size", int, "Examples (or tokens) that run at once."),
+        Flag(
+            "microbatch",
+            "size",
+            int,
+            "Examples (or tokens) that run at once.",
+            part_of="batch",
+        ),
         Flag(
             "simulated",
             "simulated",

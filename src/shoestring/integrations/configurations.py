@@ -1,0 +1,294 @@
+"""Models by the name of their configuration, on fake tensors: `hf:FOLDER`, `timm:NAME`.
+
+No weight is allocated or downloaded. `hf:` takes a folder with config.json, such a file, or a name
+on the hub; `timm:` a name of timm's.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import socket
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+from torch import nn
+
+from ..errors import InputError, first_line
+from ..torch_private.fake_tensors import FakeTensorMode
+from ..trace.fakes import fake_batch, fake_model
+from .hosted import library
+from .quantized import quantize_linear
+
+PREFIXES = ("hf:", "timm:")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+_TASKS = (
+    ("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "words"),
+    ("MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES", "images"),
+    ("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES", "words"),
+    ("MODEL_FOR_MASKED_LM_MAPPING_NAMES", "words"),
+)
+"""Which of a family's models is trained where its configuration names none."""
+
+
+@dataclass(frozen=True)
+class Configured:
+    """A model that a configuration describes, and the batch it trains on."""
+
+    name: str
+    tokens: int = 2048
+    batch: int = 1
+    dtype: str | None = None
+    """Of the weights; by default as the configuration says, else FP32."""
+    lora: str | None = None
+    """Settings of PEFT's LoRA, such as "r=16" or "r=16,alpha=32,targets=all-linear"."""
+    quantize: str | None = None
+    """"nf4": frozen weights of linear layers as bitsandbytes stores them."""
+
+    def __post_init__(self) -> None:
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise InputError(f"unknown type {self.dtype!r}", hint="one of " + ", ".join(DTYPES))
+        if self.quantize not in (None, "nf4"):
+            raise InputError(f"unknown quantization {self.quantize!r}", hint="nf4")
+        if self.quantize is not None and self.lora is None:
+            raise InputError("4-bit weights do not train", hint="add --lora r=16")
+        for what, size in (("batch", self.batch), ("tokens", self.tokens)):
+            if not 1 <= size <= 10**9:
+                raise InputError(f"{what} cannot be {size}", hint="a whole number from 1")
+
+    @property
+    def unit(self) -> str:
+        """What a batch has."""
+        return "images" if self._images else "sequences"
+
+    @cached_property
+    def _images(self) -> bool:
+        return self.name.startswith("timm:") or self._kind[1] == "images"
+
+    @property
+    def has_context(self) -> bool:
+        """Whether its length can be chosen."""
+        return not self._images
+
+    @cached_property
+    def _configuration(self) -> Any:
+        name = self.name.removeprefix("hf:")
+        with library("transformers", "5.0", "hf"):
+            from transformers import AutoConfig
+        hint = "a folder with config.json, the file itself, or a name on the hub such as gpt2"
+        if not name:
+            raise InputError("hf: needs the name of a configuration", hint=hint)
+        path = Path(name)
+        if path.suffix == ".json" and not path.is_file():
+            raise InputError(f"there is no file {name}", hint=hint)
+        if path.is_dir() and not (path / "config.json").is_file():
+            raise InputError(f"the folder {name} has no config.json", hint=hint)
+        loud = logging.getLogger("transformers")
+        level = loud.level
+        loud.setLevel(logging.ERROR)
+        try:
+            return AutoConfig.from_pretrained(name, local_files_only=not _hub_is_there(path))
+        except Exception as error:
+            if path.exists():
+                told = f"cannot be read: {_brief(error)}"
+            elif _hub_is_there(path):
+                told = "is not here, and the hub does not give it"
+            else:
+                told = "is not here, and there is no network to ask the hub"
+            raise InputError(f"the configuration {name} {told}", hint=hint) from None
+        finally:
+            loud.setLevel(level)
+
+    @cached_property
+    def _kind(self) -> tuple[Any, str]:
+        """The class that is trained, and what it sees."""
+        import transformers
+        from transformers.models.auto import modeling_auto
+
+        config = self._configuration
+        by_task = [(dict(getattr(modeling_auto, names)), sees) for names, sees in _TASKS]
+        for name in getattr(config, "architectures", None) or ():
+            for known, sees in by_task:
+                if name in _flat(known.values()) and hasattr(transformers, name):
+                    return getattr(transformers, name), sees
+        for known, sees in by_task:
+            if config.model_type in known:
+                return getattr(transformers, _flat([known[config.model_type]])[0]), sees
+        raise InputError(
+            f"{self.name}: {type(config).__name__} has no language or image model to train",
+            hint="give package.module:factory with --input instead",
+        )
+
+    @cached_property
+    def depth(self) -> int | None:
+        """Its repeated layers, where the configuration says how many; None where it does not."""
+        if self.name.startswith("timm:"):
+            return None
+        config = self._configuration
+        kinds = getattr(config, "layer_types", None) or ["alike"]
+        if getattr(config, "is_encoder_decoder", False) or len(set(kinds)) > 1:
+            return None
+        given = (getattr(config, name, None) for name in _DEPTHS)
+        return next((depth for depth in given if isinstance(depth, int)), None)
+
+    def with_layers(self, layers: int) -> Configured:
+        """The same model with another number of layers."""
+        config = copy.deepcopy(self._configuration)
+        for name in _DEPTHS:
+            if isinstance(getattr(config, name, None), int):
+                setattr(config, name, layers)
+                break
+        if isinstance(getattr(config, "layer_types", None), list):
+            config.layer_types = (config.layer_types * layers)[:layers]
+        made = replace(self)
+        made.__dict__["_configuration"] = config
+        return made
+
+    def sized(self, *, batch: int | None = None, tokens: int | None = None) -> Configured:
+        """The same model on another batch."""
+        made = replace(self, batch=batch or self.batch, tokens=tokens or self.tokens)
+        made.__dict__.update({k: v for k, v in self.__dict__.items() if k == "_configuration"})
+        return made
+
+    def build(self) -> tuple[nn.Module, Any]:
+        """The model and a batch, without memory."""
+        quiet = logging.getLogger("transformers")
+        level = quiet.level
+        quiet.setLevel(logging.ERROR)
+        try:
+            with torch.device("meta"):  # where modules can still be moved and converted
+                model, batch = self._built()
+            mode = FakeTensorMode(allow_non_fake_inputs=True)
+            return fake_model(model, mode)[0], fake_batch(batch, mode)
+        finally:
+            quiet.setLevel(level)
+
+    def _built(self) -> tuple[nn.Module, Any]:
+        if self.name.startswith("timm:"):
+            model, batch = self._from_timm()
+        else:
+            model, batch = self._from_transformers()
+        model.train()
+        if self.lora is not None:
+            model.requires_grad_(False)
+        if self.quantize is not None:
+            quantize_linear(model, _width(model))
+        if self.lora is not None:
+            model = _with_lora(model, self.lora)
+        return model, batch
+
+    def _from_transformers(self) -> tuple[nn.Module, Any]:
+        config, (kind, sees) = self._configuration, self._kind
+        own = getattr(config, "dtype", None)
+        dtype = DTYPES[self.dtype] if self.dtype else own or torch.float32
+        longest = getattr(config, "max_position_embeddings", None) or getattr(
+            config, "n_positions", None
+        )
+        try:
+            model = kind._from_config(config, dtype=dtype)
+        except Exception as error:
+            raise InputError(
+                f"{self.name} cannot be built: {_brief(error)}", hint="check its configuration"
+            ) from None
+        model.config.use_cache = False
+        if sees == "images":
+            size = getattr(config, "image_size", 224)
+            height, width = size if isinstance(size, (list, tuple)) else (size, size)
+            shape = self.batch, getattr(config, "num_channels", 3), height, width
+            pixels = torch.zeros(shape, dtype=dtype)
+            return model, {
+                "pixel_values": pixels,
+                "labels": torch.zeros(self.batch, dtype=torch.int64),
+            }
+        if longest and self.tokens > longest and not hasattr(config, "rope_parameters"):
+            raise InputError(
+                f"{self.name} takes {longest} tokens, not {self.tokens}",
+                hint=f"--tokens up to {longest}",
+            )
+        words = torch.zeros(self.batch, self.tokens, dtype=torch.int64)
+        return model, {"input_ids": words, "labels": words.clone()}
+
+    def _from_timm(self) -> tuple[nn.Module, Any]:
+        with library("timm", "1.0", "timm"):
+            import timm
+        name = self.name.removeprefix("timm:")
+        if not timm.is_model(name):
+            alike = timm.list_models(f"*{name.split('_')[0]}*")[:3] if name else []
+            raise InputError(
+                f"timm has no model {name!r}",
+                hint="one of timm.list_models()"
+                + (f", such as {', '.join(alike)}" if alike else ""),
+            )
+        model: Any = timm.create_model(name)
+        dtype = DTYPES[self.dtype] if self.dtype else torch.float32
+        size = model.default_cfg["input_size"]
+        images = torch.zeros(self.batch, *size, dtype=dtype)
+        return model.to(dtype), (images, torch.zeros(self.batch, dtype=torch.int64))
+
+
+def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
+    """The model's own loss, or cross entropy of its scores."""
+    if isinstance(batch, dict):
+        return model(**batch).loss
+    images, labels = batch
+    return nn.functional.cross_entropy(model(images).float(), labels)
+
+
+def _flat(names: Iterable[Any]) -> list[str]:
+    """Some families have several classes for one task."""
+    return [n for name in names for n in ((name,) if isinstance(name, str) else name)]
+
+
+def _width(model: nn.Module) -> torch.dtype:
+    return next(p.dtype for p in model.parameters() if p.is_floating_point())
+
+
+def _with_lora(model: nn.Module, text: str) -> nn.Module:
+    with library("peft", "0.10", "hf"):
+        from peft import LoraConfig, get_peft_model
+    known: dict[str, tuple[str, Callable[[str], Any]]] = {
+        "r": ("r", int),
+        "alpha": ("lora_alpha", int),
+        "dropout": ("lora_dropout", float),
+        "targets": ("target_modules", lambda v: v if v == "all-linear" else v.split("+")),
+    }
+    given: dict[str, Any] = {}
+    for part in text.split(","):
+        name, _, value = part.partition("=")
+        try:
+            setting, read = known[name.strip()]
+            given[setting] = read(value.strip())
+        except (KeyError, ValueError):
+            raise InputError(
+                f"cannot read --lora {text!r}",
+                hint="r=16, or r=16,alpha=32,dropout=0.05,targets=q_proj+v_proj (or all-linear)",
+            ) from None
+    try:
+        return get_peft_model(model, LoraConfig(**given))
+    except ValueError as error:
+        raise InputError(
+            f"LoRA does not fit this model: {_brief(error)}", hint="--lora r=16,targets=all-linear"
+        ) from None
+
+
+def _hub_is_there(path: Path) -> bool:
+    """Asked before a library does, which tries again for half a minute."""
+    if path.exists() or os.environ.get("HF_HUB_OFFLINE") == "1":
+        return False
+    place = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
+    try:
+        socket.create_connection((place.hostname or "", place.port or 443), timeout=5).close()
+    except OSError:
+        return bool(os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy"))
+    return True
+
+
+def _brief(error: BaseException) -> str:
+    return first_line(error)[:160]

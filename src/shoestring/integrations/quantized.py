@@ -1,0 +1,59 @@
+"""Frozen linear layers in 4 bits, sized as bitsandbytes stores and uses them.
+
+A prediction needs the bytes, not the numbers: two weights a byte; for every 64 of them one 8-bit
+scale, for every 256 of those a 32-bit one (NF4 with double quantization, as QLoRA trains). The
+whole weight exists only while its layer runs, and again in the backward pass.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+BLOCK, SCALES_BLOCK = 64, 256
+
+
+class Nf4Linear(nn.Linear):
+    """A linear layer whose weight is packed; on fake tensors alone."""
+
+    def __init__(self, plain: nn.Linear, dtype: torch.dtype) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = plain.in_features, plain.out_features
+        elements = plain.weight.numel()
+        scales = -(-elements // BLOCK)
+        self.weight = nn.Parameter(torch.empty(-(-elements // 2), 1, dtype=torch.uint8), False)
+        self.register_buffer("absmax", torch.empty(scales, dtype=torch.uint8))
+        self.register_buffer("absmax_of_absmax", torch.empty(-(-scales // SCALES_BLOCK)))
+        self.bias, self._dtype = plain.bias, dtype
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """As `bitsandbytes.matmul_4bit`."""
+        shape = self.out_features, self.in_features
+        out = _Multiply.apply(x.to(self._dtype), self.weight, shape, self._dtype)
+        return out if self.bias is None else out + self.bias
+
+
+class _Multiply(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, packed: torch.Tensor, shape: Any, dtype: torch.dtype
+    ) -> torch.Tensor:
+        ctx.packed, ctx.shape = packed, shape
+        return F.linear(x, packed.new_empty(shape, dtype=dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        (gradient,) = gradients
+        return gradient @ ctx.packed.new_empty(ctx.shape, dtype=gradient.dtype), None, None, None
+
+
+def quantize_linear(model: nn.Module, dtype: torch.dtype) -> None:
+    """Pack every linear layer but the last, the head, which libraries leave as it is."""
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) is nn.Linear and child is not head:
+                setattr(module, name, Nf4Linear(child, dtype))

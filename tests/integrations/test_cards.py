@@ -1,0 +1,178 @@
+"""From a configuration alone: what fits which card."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shoestring as ss
+from cli.calling import call
+from shoestring.integrations.cards import _Sizes
+from shoestring.integrations.configurations import Configured, loss_of
+from shoestring.integrations.quantized import Nf4Linear
+from shoestring.planning.planner import MARGIN
+from shoestring.step.predict import predict_step
+from shoestring.techniques.plan import Plan
+
+transformers = pytest.importorskip("transformers", reason="needs transformers")
+
+LLAMA = {
+    "vocab_size": 2000, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 7,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "dtype": "bfloat16",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("llama")
+    transformers.LlamaConfig(**LLAMA).save_pretrained(folder)
+    return f"hf:{folder}"
+
+
+@pytest.fixture(scope="module")
+def vision(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("vision")
+    config = transformers.ViTConfig(
+        hidden_size=64, num_hidden_layers=7, num_attention_heads=4, intermediate_size=128,
+        image_size=64, architectures=["ViTForImageClassification"],
+    )  # fmt: skip
+    config.save_pretrained(folder)
+    return f"hf:{folder}"
+
+
+def exactly(name: str, plan: Plan, **how: Any) -> int:
+    """The whole model, traced."""
+    model, batch = Configured(name, **how).build()
+    return predict_step(
+        plan, model, batch, loss=loss_of, optimizer="adamw", device="cuda"
+    ).peak_bytes  # fmt: skip
+
+
+@pytest.mark.slow
+def test_few_layers_tell_what_all_take(llama: str) -> None:
+    """Every figure of the table beside a trace of the whole model."""
+    how: dict[str, Any] = {"tokens": 256, "batch": 4}
+    whole = exactly(llama, Plan(), **how)
+    budgets = [whole * 2, int(0.7 * whole), int(0.05 * whole)]
+    found = _Sizes(Configured(llama, **how), "adamw").table([(b, "") for b in budgets])
+    assert found.plain_bytes == pytest.approx(whole, rel=2e-3)
+    plain, tight, no = found.rows
+    assert plain.plan == Plan() and plain.slower == 1.0
+    assert tight.plan is not None and tight.slower is not None and tight.slower > 1
+    assert exactly(llama, tight.plan, **how) <= 1.002 * tight.needed_bytes
+    room = int(0.7 * whole) * (1 - MARGIN["cuda"])
+    assert tight.needed_bytes <= room
+    assert tight.longest_context is not None
+    smallest = Plan([ss.Checkpointing("per-block", schedule=("recompute*7",))])
+    longest = exactly(llama, smallest, tokens=tight.longest_context, batch=1)
+    assert 0.95 * room < longest <= 1.005 * room
+    assert exactly(llama, smallest, tokens=256, batch=tight.largest_batch) <= 1.005 * room
+    assert not no.fits and str(no).startswith("no: ") and no.largest_batch == 0
+
+
+@pytest.mark.slow
+def test_images_have_no_context(vision: str) -> None:
+    found = ss.cards(vision, batch=8, sizes=[8, 24])
+    assert [row.budget_bytes for row in found.rows] == [8 * 10**9, 24 * 10**9]
+    assert found.rows[0].longest_context is None and found.rows[0].largest_batch > 1000
+    assert found.rows[1].largest_batch == pytest.approx(3 * found.rows[0].largest_batch, rel=0.1)
+    assert "8 images" in str(found) and "longest context" not in str(found)
+
+
+def test_lora_and_four_bits(llama: str) -> None:
+    pytest.importorskip("peft", reason="needs peft")
+    whole, _ = Configured(llama).build()
+    adapted, batch = Configured(llama, lora="r=4,targets=all-linear", quantize="nf4").build()
+    packed = [m for m in adapted.modules() if isinstance(m, Nf4Linear)]
+    linear = [m for m in whole.modules() if type(m) is torch.nn.Linear]
+    assert len(packed) == len(linear) - 1  # not the head
+    elements = sum(m.weight.numel() for m in linear if m is not whole.lm_head)
+    assert sum(m.weight.nbytes for m in packed) == elements // 2
+    assert sum(m.absmax.nbytes for m in packed) == elements // 64
+    trained = [n for n, p in adapted.named_parameters() if p.requires_grad]
+    assert trained and all("lora" in name for name in trained)
+    step = ss.profile(
+        adapted, batch, loss=loss_of, optimizer="adamw", accounting="device", device="cuda"
+    )
+    roles = {role.value: size for role, size in step.bytes_by_role.items()}
+    assert roles["model"] < 0.7 * sum(p.nbytes for p in whole.parameters())
+
+
+def test_four_bits_train_as_they_are_sized() -> None:
+    """Nothing of the whole weight is kept between the passes; gradients pass through."""
+    plain = torch.nn.Linear(64, 128)
+    layer = Nf4Linear(plain, torch.float32)
+    x = torch.randn(2, 64, requires_grad=True)
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        out = layer(x)
+    assert all(t.numel() < 64 * 128 for t in kept)
+    out.sum().backward()
+    assert x.grad is not None and x.grad.shape == x.shape
+    assert not layer.weight.requires_grad
+
+
+@pytest.mark.slow
+def test_the_command_line(llama: str, tmp_path: Path) -> None:
+    page = tmp_path / "cards.html"
+    done = call("cards", llama, "--tokens", 128, "--card", 8, "--html", page, "--json")
+    assert done.status == 0, done.err
+    assert json.loads(done.out)["rows"][0]["budget_bytes"] == 8 * 10**9
+    assert "<table>" in page.read_text() and "8 GB" in page.read_text()
+    done = call("plan", llama, "--tokens", 128, "--batch", 2, "--budget", "8 GB", "--json")
+    assert done.status == 0, done.err
+    assert json.loads(done.out)["predicted"]["device"] == "cuda"
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (["hf:/no/such/folder"], "is not here"),
+        (["hf:nobody/nothing"], "is not here, and"),
+        (["hf:"], "needs the name"),
+        (["hf:no.json"], "there is no file"),
+        (["wrn-28-2"], "is not a configuration"),
+        (["LLAMA", "--card", "0"], "no card has 0 GB"),
+        (["LLAMA", "--lora", "rank=3"], "cannot read --lora"),
+        (["LLAMA", "--lora", "r=3,targets=nothing"], "LoRA does not fit"),
+        (["LLAMA", "--quantize", "nf4"], "do not train"),
+        (["LLAMA", "--quantize", "int3"], "unknown quantization"),
+        (["LLAMA", "--dtype", "fp8"], "unknown type"),
+        (["LLAMA", "--tokens", "0"], "tokens cannot be 0"),
+        (["LLAMA", "--optimizer", "magic"], "unknown optimizer"),
+    ],
+)
+def test_mistakes_are_one_line(
+    llama: str, given: list[str], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    done = call("cards", *[llama if word == "LLAMA" else word for word in given])
+    assert done.refused and not done.out
+    assert told in done.err and "hint: " in done.err
+
+
+def test_an_8_bit_optimizer_says_when_bitsandbytes_is_missing(llama: str) -> None:
+    try:
+        import bitsandbytes  # noqa: F401
+    except ImportError:
+        with pytest.raises(ss.InputError, match="needs bitsandbytes"):
+            ss.will_it_fit(llama, "8 GB", optimizer="adamw8bit")
+    else:
+        smaller = ss.will_it_fit(llama, "8 GB", optimizer="adamw8bit", tokens=128).needed_bytes
+        assert smaller < ss.will_it_fit(llama, "8 GB", tokens=128).needed_bytes
+
+
+def test_a_timm_model(vision: str) -> None:
+    try:
+        import timm  # noqa: F401
+    except ImportError:
+        with pytest.raises(ss.InputError, match="timm"):
+            ss.will_it_fit("timm:vit_tiny_patch16_224", "8 GB")
+    else:
+        assert ss.will_it_fit("timm:vit_tiny_patch16_224", "8 GB", batch=2).fits
+        with pytest.raises(ss.InputError, match="timm has no model"):
+            ss.will_it_fit("timm:nothing", "8 GB")

@@ -1,0 +1,163 @@
+"""Optimizers of other kinds: run from hooks, compiled, with state in tensors of their own class."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shoestring as ss
+from shoestring.trace.graph import Role
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(128, 128) for _ in range(6)))
+
+
+def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).square().mean()
+
+
+class Updater:
+    """Holds the optimizers as an attribute."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.optimizers = [torch.optim.Adam([p]) for p in model.parameters()]
+
+    def update(self, parameter: torch.Tensor) -> None:
+        for optimizer in self.optimizers:
+            if optimizer.param_groups[0]["params"][0] is parameter:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def _update(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
+    optimizer.step()
+    parameter.grad = None
+
+
+def by_closure(model: nn.Module) -> None:
+    optimizers = {p: torch.optim.Adam([p]) for p in model.parameters()}
+
+    def update(parameter: torch.Tensor) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(update)
+
+
+def by_method(model: nn.Module) -> None:
+    updater = Updater(model)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(updater.update)
+
+
+def by_partial(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        own = torch.optim.Adam([parameter])
+        parameter.register_post_accumulate_grad_hook(partial(_update, own))
+
+
+@pytest.mark.parametrize("register", [by_closure, by_method, by_partial])
+def test_optimizers_in_backward_hooks_are_profiled(register: Any) -> None:
+    model, batch = network(), torch.randn(4, 128)
+    without = ss.profile(model, batch, loss=loss, accounting="device")
+    register(model)
+    hooks = [dict(p._post_accumulate_grad_hooks) for p in model.parameters()]
+    found = ss.profile(model, batch, loss=loss, accounting="device")
+    state = 2 * sum(p.nbytes for p in model.parameters())
+    counts = 4 * len(list(model.parameters()))
+    assert found.bytes_by_role[Role.OPTIMIZER_STATE] in (state, state + counts)
+    assert found.peak_bytes > without.peak_bytes
+    assert hooks == [dict(p._post_accumulate_grad_hooks) for p in model.parameters()]
+    measured = ss.measure(model, batch, loss=loss)
+    assert found.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.01)
+
+
+class Halved(torch.Tensor):
+    """A moment kept in 16 bits, as a tensor that wraps another."""
+
+    held: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, held: torch.Tensor) -> Halved:
+        made = torch.Tensor._make_wrapper_subclass(cls, held.shape, dtype=torch.float32)
+        made.held = held
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["held"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: Any, meta: Any, size: Any, stride: Any) -> Halved:
+        return cls(inner["held"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            args[0].held.copy_(args[1])
+            return args[0]
+        plain = [a.held.float() if isinstance(a, Halved) else a for a in args]
+        return func(*plain, **(kwargs or {}))
+
+
+class Compiled(torch.optim.Optimizer):
+    """As torchao writes its optimizers."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            if not state:
+                state["momentum"] = Halved(torch.zeros_like(p, dtype=torch.bfloat16))
+            torch.compile(moved, fullgraph=True)(p.detach(), p.grad, state["momentum"])
+
+
+def moved(p: torch.Tensor, gradient: torch.Tensor, momentum: torch.Tensor) -> None:
+    new = momentum * 0.9 + gradient
+    momentum.copy_(new)
+    p.sub_(new * 0.1)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_compiled_update_with_wrapped_state_is_profiled(device: str) -> None:
+    model, batch = network(), torch.randn(4, 128)
+    before = torch.compile
+    found = ss.profile(
+        model, batch, loss=loss, optimizer=Compiled(model.parameters()), accounting="device",
+        device=device,
+    )  # fmt: skip
+    weights = sum(p.nbytes for p in model.parameters())
+    state = found.bytes_by_role[Role.OPTIMIZER_STATE]
+    assert state == pytest.approx(weights / 2, rel=0.02)
+    assert found.bytes_by_role[Role.BUFFER] == 0
+    assert torch.compile is before
+
+
+@pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit"])
+def test_torchao(name: str) -> None:
+    kind = getattr(pytest.importorskip("torchao.optim", exc_type=ImportError), name)
+    model, batch = network(), torch.randn(4, 128)
+    found = ss.profile(
+        model, batch, loss=loss, optimizer=kind(model.parameters()), accounting="device"
+    )
+    state = found.bytes_by_role[Role.OPTIMIZER_STATE]
+    count = sum(p.numel() for p in model.parameters())
+    assert state < (2.4 if name == "AdamW8bit" else 1.4) * count
+
+
+def test_bitsandbytes() -> None:
+    optimizers = pytest.importorskip("bitsandbytes.optim", exc_type=ImportError)
+    model, batch = network(), torch.randn(4, 128)
+    own = optimizers.AdamW8bit(model.parameters())
+    found = ss.profile(model, batch, loss=loss, optimizer=own, accounting="device")
+    measured = ss.measure(model, batch, loss=loss, optimizer=own)
+    assert found.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.01)
