@@ -217,3 +217,17 @@ def test_a_model_that_fails_is_told_by_its_own_error() -> None:
 
     with pytest.raises(ss.InputError, match="no such label"):
         ss.plan(model, batch, loss=wrong, optimizer=optimizer, budget=150_000)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_scripted_blocks_are_planned_and_not_certified() -> None:
+    """A copy of them does not train, so nothing could be compared."""
+    _, batch, loss, _ = made("control flow")
+    model = Plain()
+    model.layers = nn.ModuleList(torch.jit.script(Block()) for _ in range(2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    given: dict[str, Any] = {"loss": loss, "optimizer": optimizer}
+    plan = ss.plan(model, batch, budget=100_000, **given)
+    assert plan.by_running and plan.techniques
+    with pytest.raises(ss.InputError, match="a copy of the model does not train"):
+        ss.verify(plan, model, [batch], **given)
