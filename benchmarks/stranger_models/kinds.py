@@ -26,7 +26,7 @@ KINDS = {
     "bf16": "phi-bf16",
     "LoRA": "llama-lora",
     "padded LSTM": "lstm-words-padded",
-    "BatchNorm": "regnet",
+    "BatchNorm": "batch-norm-mlp",
     "Whisper": "whisper-padded",
     "state space": "mamba-padded",
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -46,6 +47,40 @@ class Sorted(nn.Module):
         for block in self.after:
             some = block(some)
         return self.leave(x.index_copy(0, kept, some))
+
+
+class InNumpy(torch.autograd.Function):
+    """Computed outside of PyTorch, and so is its gradient: no fake tensor follows it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """tanh."""
+        made = torch.from_numpy(np.tanh(x.detach().cpu().numpy())).to(x.device)
+        ctx.save_for_backward(made)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        """Its derivative."""
+        (made,) = ctx.saved_tensors
+        return gradient * torch.from_numpy(1 - made.cpu().numpy() ** 2).to(made.device)
+
+
+class Foreign(nn.Module):
+    """Blocks with a function of another library between them."""
+
+    def __init__(self, wide: int) -> None:
+        super().__init__()
+        self.enter = nn.Linear(48, wide)
+        self.layers = nn.ModuleList(Layer(wide) for _ in range(6))
+        self.leave = nn.Linear(wide, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits."""
+        x = InNumpy.apply(self.enter(x))
+        for block in self.layers:
+            x = block(x)
+        return self.leave(x)
 
 
 class PackedLstm(nn.Module):
@@ -202,6 +237,7 @@ class OutOfOrder(nn.Module):
 
 UNTRACED = (
     Stranger("early-exit", "other", lambda s: (EarlyExit(32 * s), labelled(s), classify)),
+    Stranger("numpy-function", "other", lambda s: (Foreign(32 * s), labelled(s), classify)),
     Stranger("kept-rows", "other", lambda s: (Sorted(32 * s), labelled(s), classify)),
     Stranger("lstm-packed", "recurrent", _packed),
     Stranger("set-matching", "vision", _matched),

@@ -115,10 +115,10 @@ def _fits(needed: int | None, limit: int) -> bool:
 def _search(trials: _Trials, context: Context, allowed: Allowed, limit: int) -> Setting | None:
     """For each schedule the fewest parts that fit; of those the one that is taken to cost least."""
     at = context.circumstances
-    kinds = [kind for kind in registered().values() if kind.revisable]
-    parts = [Setting((o,)) for k in kinds for o in k.offers(context) if allowed.permits(o, at)]
-    ways = [Setting((o,)) for k in kinds for o in k.offers_untraced(context.model)
-            if allowed.permits(o, at)]  # fmt: skip
+    offers = [o for kind in registered().values() for o in kind.offers_untraced(context)]
+    alone = [Setting((o,)) for o in offers if allowed.permits(o, at)]
+    parts = [setting for setting in alone if setting.scales.parts > 1]
+    ways = [setting for setting in alone if setting.scales.parts == 1]
     best: Setting | None = None
     for way in (Setting(), *ways):
         ladder = [Setting((*part.offers, *way.offers)) for part in (Setting(), *parts)]
@@ -239,8 +239,8 @@ class _Trials:
     def _peak(self, step: Step, batch: Any) -> tuple[int, int]:
         """Of a steady step: tensors, and what kernels take beside them."""
         with user_code():
-            for _ in range(2):
-                step(batch)
+            for _ in range(2 if next(self._model.parameters()).is_cuda else 1):
+                step(batch)  # makes the state; on CUDA one more, after which a graph may run
             before = stream_states()
             found = [step.measure(batch)]
             if stream_states() != before:

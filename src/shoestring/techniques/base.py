@@ -341,8 +341,8 @@ class Technique:
         return ()
 
     @classmethod
-    def offers_untraced(cls, model: nn.Module) -> Iterable[Offer]:
-        """Settings to run and measure, of a model that cannot be traced; from mild to harsh."""
+    def offers_untraced(cls, context: Context) -> Iterable[Offer]:
+        """Settings to run and measure where there is no trace, from mild to harsh; revisable."""
         return ()
 
     @classmethod

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..errors import InputError
 from ..memory.live.measure import training_step
 from ..step.apply import apply
 from ..step.step import Step
@@ -81,9 +82,15 @@ class Side:
     def __init__(
         self, model: nn.Module, optimizer: Optimizer, loss: Loss, *, wide: bool = False
     ) -> None:
-        memo: dict[int, Any] = {}
-        self.model, self.loss, self.wide = copy.deepcopy(model, memo), loss, wide
-        mapping = {id(p): memo[id(p)] for p in model.parameters()}
+        self.model, self.loss, self.wide = copy.deepcopy(model), loss, wide
+        # By their order: a scripted module copies its parameters without telling.
+        pairs = zip(model.parameters(), self.model.parameters(), strict=True)
+        mapping: dict[int, torch.Tensor] = {id(old): new for old, new in pairs}
+        if any(not new.is_leaf for new in mapping.values()):  # nothing of it would be compared
+            raise InputError(
+                "a copy of the model does not train: torch.jit.script's modules copy that way",
+                hint="verify the module as it was before it was scripted",
+            )
         made = make_optimizer(optimizer, self.model, mapping)
         assert made is not None
         self.optimizer = made

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import InputError, TraceError
+from ..errors import InputError
 from ..memory.live.measure import measure
+from ..planning.by_running import untraced
 from ..step.predict import predict_step
 from ..techniques.base import Technique
 from ..techniques.claims import Level
@@ -99,7 +100,9 @@ def _with_peak(
             return predict_step(
                 made.plan, model, batch, loss=loss, optimizer=optimizer, device=there
             ).peak_bytes
-        except TraceError:  # what it computes was compared all the same
+        except Exception as error:  # what it computes was compared all the same
+            if untraced(error) is None:
+                raise
             return None
 
     predicted = predicted_bytes()

@@ -118,9 +118,9 @@ class Checkpointing(Technique):
         return super().told_by_flags() | {"schedule"}
 
     @classmethod
-    def offers_untraced(cls, model: nn.Module) -> Iterable[Offer]:
+    def offers_untraced(cls, context: Context) -> Iterable[Offer]:
         """The first half of the repeated blocks, each of them, and regions of several."""
-        paths = block_paths(model)
+        paths = block_paths(context.model)
         count = len(paths)
         several = math.isqrt(count)
         tried: dict[tuple[Item, ...], float] = {}

@@ -164,6 +164,11 @@ class Microbatching(Technique):
             scales = Scales(share=size / examples, parts=parts)
             yield Offer(cls(size, units=split.units), why, scales, loss, shown)
 
+    @classmethod
+    def offers_untraced(cls, context: Context) -> Iterable[Offer]:
+        """The same: what the forward pass writes is all that a trace would tell."""
+        return cls.offers(context)
+
     def claims(self, at: Circumstances) -> Iterable[Claim]:
         """Parts add up within rounding; statistics and masks are those of the parts."""
         if not at.split:
