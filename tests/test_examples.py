@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,25 @@ from tiers import slow_but
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.parametrize("name", slow_but(1, ["plain_loop", "huggingface_finetune"]))
+EXAMPLES = {
+    "plain_loop": "torch",
+    "huggingface_finetune": "transformers",
+    "trainer": "accelerate",
+    "trainer --lora": "peft",
+    "sft": "trl",
+    "lightning_callback": "lightning",
+    "accelerate_loop": "accelerate",
+}
+"""By what they need."""
+
+
+@pytest.mark.parametrize("name", slow_but(1, list(EXAMPLES)))
 def test_example_stays_within_its_budget(name: str) -> None:
+    if find_spec(EXAMPLES[name]) is None:
+        pytest.skip(f"needs {EXAMPLES[name]}")
+    script, *flags = name.split()
     done = subprocess.run(
-        [sys.executable, ROOT / "examples" / f"{name}.py"],
+        [sys.executable, ROOT / "examples" / f"{script}.py", *flags],
         env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

@@ -73,6 +73,7 @@ def still_running(folder):
     return False
 
 
+@pytest.mark.slow
 def test_a_few_kills(tmp_path):
     kill("plain images", 3, tmp_path)
 

@@ -20,7 +20,8 @@ def test_the_reference_is_the_card_that_was_measured():
     assert card.name == "NVIDIA H200" and card.multiprocessors * 2048 == 270_336
     assert card.threads_per_multiprocessor == 2048
     assert card.dropout_state_bytes == 132 * 48 * 1024
-    assert NOMINAL["cuda"].flops_per_second["bf16"] == 10 * NOMINAL["cuda"].flops_per_second["fp32"]
+    rates = NOMINAL["cuda"].flops_per_second
+    assert 10 < rates["bf16"] / rates["fp32"] < 20 and rates["bf16"] == rates["fp16"]
 
 
 def test_every_table_has_rows():

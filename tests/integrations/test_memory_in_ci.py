@@ -34,6 +34,7 @@ def widen(project: Path) -> None:
     sys.modules.pop("models", None)
 
 
+@pytest.mark.slow
 def test_the_plugin_passes_and_fails(project: Path) -> None:
     def run() -> subprocess.CompletedProcess[str]:
         return subprocess.run(

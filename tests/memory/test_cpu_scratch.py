@@ -184,6 +184,7 @@ class Residual(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
+@pytest.mark.slow
 def test_budgets_hold_the_random_states_that_regions_keep() -> None:
     """5 KB a region: in a small model that is more than the margin."""
     model = nn.Sequential(nn.Linear(48, 16), *(Residual(16) for _ in range(8)))

@@ -15,6 +15,7 @@ from torch import nn
 
 import shoestring as ss
 from shoestring.torch_private.fake_tensors import FakeTensorMode
+from tiers import slow_but
 
 WIDE, ROWS = 24, 64
 
@@ -131,7 +132,7 @@ def made(name: str) -> tuple[nn.Module, Any, Any, torch.optim.Optimizer]:
 
 @pytest.mark.parametrize(
     ("name", "share"),
-    [("control flow", 0.6), ("early exit", 0.6), ("matching", 0.6)],
+    slow_but(1, [("control flow", 0.6), ("early exit", 0.6), ("matching", 0.6)], several=True),
 )
 def test_the_plan_was_measured_and_holds(name: str, share: float) -> None:
     model, batch, loss, optimizer = made(name)
@@ -193,6 +194,7 @@ def test_a_loss_that_does_not_split_is_recomputed_alone() -> None:
     assert "microbatches are left out" in str(caught.value.hint)
 
 
+@pytest.mark.slow
 def test_fit_trains_it() -> None:
     model, batch, loss, optimizer = made("matching")
     plain = ss.measure(model, batch, loss=loss, optimizer=optimizer).peak_bytes

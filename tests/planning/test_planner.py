@@ -468,6 +468,7 @@ def test_what_writes_to_a_buffer_makes_a_lossy_plan(build: Any, accounting: str)
     assert "microbatching" in {choice.part for choice in lossy.choices if choice.kind == LOSSY}
 
 
+@pytest.mark.slow
 def test_a_batch_that_cannot_be_cut_is_said_where_nothing_fits() -> None:
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
     with pytest.raises(BudgetError) as failed:

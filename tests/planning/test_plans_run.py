@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import shoestring as ss
+from tiers import slow_but
 
 
 def net() -> nn.Module:
@@ -30,7 +31,9 @@ def by_product(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return (made @ made.detach().roll(1, 0).T).mean()
 
 
-@pytest.mark.parametrize(("loss", "runs"), [(by_product, True), (by_distance, False)])
+@pytest.mark.parametrize(
+    ("loss", "runs"), slow_but(1, [(by_product, True), (by_distance, False)], several=True)
+)
 def test_what_has_no_kernel_is_not_planned(loss: Any, runs: bool) -> None:
     model, x = net(), torch.randn(48, 64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

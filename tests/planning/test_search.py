@@ -160,7 +160,7 @@ def test_time_grows_as_the_budget_falls(planner: Planner) -> None:
     "size, density, microbatch",
     [
         pytest.param("42.6", 1.0, 100, marks=pytest.mark.slow),
-        ("12.2", 1.0, 10),
+        pytest.param("12.2", 1.0, 10, marks=pytest.mark.slow),
         pytest.param("6.7", 0.3, 10, marks=pytest.mark.slow),
         pytest.param("5.6", 0.2, 10, marks=pytest.mark.slow),
         pytest.param("3.6", 0.2, 4, marks=pytest.mark.slow),

@@ -67,13 +67,13 @@ def test_it_is_profiled_in_both_accountings(toy: Any) -> None:
 def test_it_is_planned_when_nothing_else_fits_and_keeps_its_word(toy: Any) -> None:
     model, batch, given = step()
     plain = ss.profile(model, batch, **given, accounting="device").peak_bytes
-    budget = plain - momentum_bytes(model) // 3
     with pytest.raises(ss.BudgetError, match="no plan fits") as refused:
-        ss.plan(model, batch, **given, budget=budget, allow="lossless")
+        ss.plan(model, batch, **given, budget="100 KB", allow="lossless")
     assert "allow 'near'" in str(refused.value.hint)
+    budget = refused.value.smallest_bytes - momentum_bytes(model) // 4
     plan = ss.plan(model, batch, **given, budget=budget, allow="lossless,narrow_state")
     assert plan.narrow_state == toy("bf16") and plan.kind == "near-lossless"
-    assert "less lossy plans need" in plan.choices[0].why
+    assert any("less lossy plans need" in choice.why for choice in plan.choices)
     certificate = ss.verify(plan, model, [batch], **given)
     assert certificate.ok and certificate["gradients"].error == 0
     made = ss.apply(plan, model, given["optimizer"], loss=given["loss"])

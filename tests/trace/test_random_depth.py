@@ -13,6 +13,7 @@ from torch import nn
 
 import shoestring as ss
 from shoestring.techniques import Checkpointing
+from tiers import slow_but
 
 SKIPS: dict[str, Callable[[], bool]] = {
     "a tensor, low": lambda: bool(torch.rand([]) < 0.5),
@@ -64,7 +65,7 @@ def test_the_prediction_is_of_all_layers(skips: Callable[[], bool]) -> None:
     assert found == {plain.peak_bytes}
 
 
-@pytest.mark.parametrize("skips", ["a tensor, low", "Python"])
+@pytest.mark.parametrize("skips", slow_but(1, ["a tensor, low", "Python"]))
 def test_plans_hold_and_verdicts_are_the_same_for_every_seed(skips: str) -> None:
     batch = torch.randn(64, 16)
     whole = LayerDrop(lambda: False)

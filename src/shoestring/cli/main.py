@@ -98,6 +98,9 @@ def profile(
     html: Annotated[
         str | None, typer.Option(help="Also write a page with the timeline of the step.")
     ] = None,
+    trace: Annotated[
+        str | None, typer.Option(help="Also write the timeline for Perfetto (ui.perfetto.dev).")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Where every byte of a training step goes, before anything is allocated."""
@@ -134,6 +137,11 @@ def profile(
         from ..lab.study.page import write_profile
 
         write_profile(html, settings, result)
+    if trace is not None:
+        from ..files import write
+        from ..memory.timeline import perfetto
+
+        write(trace, json_line(perfetto(result.timeline)).encode())
     if as_json:
         typer.echo(json_line({**settings, **result.as_dict()}))
     else:

@@ -26,6 +26,7 @@ from ..techniques.plan import Plan
 from ..trace.passes import peak_only
 from ..units import format_size, parse_size, plural
 from .configurations import Configured, loss_of
+from .pages import table, table_page
 
 FEW, MORE = 2, 4
 """Layers that are traced in place of all."""
@@ -110,10 +111,12 @@ class Cards:
         first = f"{self.model} · {self.what} · plain {format_size(self.plain_bytes)}"
         return "\n".join([first, *(line.rstrip() for line in lines)])
 
+    def _repr_html_(self) -> str:
+        """In a notebook."""
+        return table(self.cells())
+
     def html(self) -> str:
         """One page, nothing to load."""
-        from .pages import table_page
-
         note = (
             "Predicted from the configuration. Largest batch: examples at once, of the asked "
             "length; microbatches make any batch of them. Longest context: tokens of one example. "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -76,3 +77,19 @@ def resident_bytes(timeline: Timeline) -> int:
     first = sum(c.nbytes for c in timeline.changes if c.instant == 0 and c.role in _RESIDENT)
     gone = (c for c in timeline.changes if c.instant == 1 and c.role is Role.WORKSPACE)
     return first + sum(c.nbytes for c in gone if c.nbytes < 0)
+
+
+def perfetto(timeline: Timeline) -> dict[str, Any]:
+    """Events that Perfetto and chrome://tracing open: live bytes by role, and what ran.
+
+    An instant is a microsecond: a prediction of memory has no clock.
+    """
+    events: list[dict[str, Any]] = []
+    for instant, (operation, phase, module) in enumerate(timeline.labels):
+        where = {"ph": "X", "pid": 0, "ts": instant, "dur": 1}
+        events.append(
+            {**where, "tid": 1, "name": operation, "cat": phase, "args": {"module": module}}
+        )
+        live = {role.value: size for role, size in timeline.roles_at(instant).items() if size}
+        events.append({"ph": "C", "pid": 0, "ts": instant, "name": "live bytes", "args": live})
+    return {"traceEvents": events, "displayTimeUnit": "ms"}

@@ -6,7 +6,7 @@ import gc
 import warnings
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -125,7 +125,11 @@ class Hold:
                     loss = step._run(batch, update)
             finally:
                 self.running = False
-            if step.captured and step.captured_peak_bytes > self._budget_bytes:
+            if (
+                step.captured
+                and not self._limited
+                and step.captured_peak_bytes > self._budget_bytes
+            ):
                 self._run_eagerly()
                 return loss, None
             reached = most() - self._others_bytes
@@ -248,11 +252,11 @@ def _nobody_made() -> Callable[..., None]:
 def _others(step: Step, device: torch.device) -> int:
     """Bytes of tensors on the GPU that belong neither to the model nor to its optimizer."""
     state = [v for held in step.optimizer.state.values() for v in held.values()]
-    own = {
-        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
-        for t in (*step.model.parameters(), *step.model.buffers(), *state)
-        if isinstance(t, torch.Tensor) and t.is_cuda
-    }
+    own: dict[int, int] = {}
+    for tensor in (*step.model.parameters(), *step.model.buffers(), *state):
+        if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
+            with suppress(RuntimeError, NotImplementedError):  # wrappers have no storage
+                own[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
     return max(torch.cuda.memory_allocated(device) - sum(own.values()), 0)
 
 

@@ -87,6 +87,7 @@ def test_from_two_ranks_to_one(alone: Path, tmp_path: Path) -> None:
     assert relative_error([(expected[k], found[k]) for k in expected]) < 1e-4
 
 
+@pytest.mark.slow
 def test_from_one_rank_to_two(alone: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()

@@ -89,6 +89,7 @@ def test_a_search_by_a_score_that_no_run_has_ends_with_the_first(tmp_path):
     assert run_study(file, out, resume=True, place=CPU).runs == 4
 
 
+@pytest.mark.slow
 def test_a_text_is_counted_as_it_is_trained(tmp_path):
     """Its vocabularies and shapes are not those the model is counted with by itself."""
     file, out = tmp_path / "text.toml", tmp_path / "out"

@@ -80,6 +80,7 @@ FORMS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
         x.flatten(0, 1), t.flatten().clamp_min(0), ignore_index=0
     ),
     "scaled": lambda x, t: F.cross_entropy((x * 0.5 / 3).flatten(0, 1), t.flatten()),
+    "capped": lambda x, t: F.cross_entropy((torch.tanh(x / 3) * 3).flatten(0, 1), t.flatten()),
     "masked": lambda x, t: F.cross_entropy(x[t != -100], t[t != -100]),
     "last": lambda x, t: F.cross_entropy(x[:, -1], t[:, -1]),
     "more bias": lambda x, t: F.cross_entropy((x + WEIGHTS[None]).flatten(0, 1), t.flatten()),
@@ -179,7 +180,7 @@ ELSEWHERE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "read before": read_before,
     "softmax": lambda x, t: -x.softmax(-1).log().flatten(0, 1)[range(108), t.flatten()].mean(),
     "probabilities": lambda x, t: F.cross_entropy(x.flatten(0, 1), torch.ones(108, WORDS) / WORDS),
-    "capped": lambda x, t: F.cross_entropy(x.tanh().flatten(0, 1), t.flatten()),
+    "capped twice": lambda x, t: F.cross_entropy(x.tanh().tanh().flatten(0, 1), t.flatten()),
     "z-loss": lambda x, t: x.logsumexp(-1).square().mean() + FORMS["flat"](x, t),
     "some classes": lambda x, t: F.cross_entropy(x[..., :10].flatten(0, 1), t.flatten() % 10),
     "positions second": lambda x, t: F.cross_entropy(x, t.new_zeros(ROWS, WORDS)),

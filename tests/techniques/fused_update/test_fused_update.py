@@ -11,7 +11,7 @@ from torch import nn
 import shoestring as ss
 from shoestring.planning.planner import Planner
 from shoestring.step.predict import predict_step
-from shoestring.techniques.fused_update import make_state
+from shoestring.techniques.fused_update import drop_unused, make_state
 
 BATCH = torch.randn(12, 8), torch.arange(12) % 4
 
@@ -129,6 +129,15 @@ def test_plain_state_can_be_loaded_and_goes_on_fused():
 def test_state_is_made_early_on_cuda_alone():
     model = Net()
     assert make_state(torch.optim.AdamW(model.parameters())) == []
+
+
+def test_state_that_no_update_moved_is_taken_away():
+    model, optimizer, _ = trained([], OPTIMIZERS["adamw"])
+    used = len(optimizer.state)
+    for parameter in model.unused.parameters():
+        optimizer.state[parameter] = {"step": torch.zeros(()), "exp_avg": torch.zeros(3)}
+    drop_unused(optimizer, list(model.parameters()))
+    assert len(optimizer.state) == used
 
 
 def planner(**given):

@@ -195,6 +195,7 @@ def test_a_broken_decoding_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not found.ok
 
 
+@pytest.mark.slow
 def test_it_is_planned_when_the_state_must_shrink_and_keeps_its_word() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6))).bfloat16()

@@ -5,8 +5,8 @@
     F.cross_entropy(logits.flatten(0, 1), t) `row_losses` of h: the logits never exist whole
     logits.softmax(-1), print(logits), …     the real logits, computed now, and from then on
 
-Shapes change the hidden states instead of the logits. Any function that is not listed here gets the
-real logits, so the result is always right. Autograd knows a deferred tensor as the output of a
+Shapes change the hidden states instead of the logits. Any function that `routes` does not list gets
+the real logits, so the result is always right. Autograd knows a deferred tensor as the output of a
 linear function: whoever differentiates it without asking PyTorch's functions gets that gradient.
 """
 
@@ -25,10 +25,10 @@ from ...errors import InputError
 from ...torch_private.autograd import DisableTorchFunctionSubclass
 from ...torch_private.dispatch import make_wrapper_subclass
 from ...torch_private.trees import tree_map
-from ...trace.fakes import readable
-from .function import LossForm, row_losses
 
 _T, _linear = torch.Tensor, F.linear  # which is another one while logits are deferred
+ROUTES: dict[Any, Callable[..., Any]] = {}
+"""Functions that need no logits (`routes`)."""
 
 
 @dataclass(eq=False)
@@ -48,6 +48,8 @@ class Projection:
     dtype: torch.dtype
     columns: int
     scale: float = 1.0
+    cap: float | None = None
+    """Of a hyperbolic tangent: the factor after it, where the scale comes before."""
     classes_last: bool = True
     """Else they are the second dimension, as cross-entropy wants them for (N, C, …)."""
     normalized: bool = False
@@ -70,6 +72,8 @@ class Projection:
         made = _linear(self.hidden, weight, bias).to(self.dtype)
         if self.scale != 1:
             made = made * self.scale
+        if self.cap is not None:
+            made = made.tanh() * self.cap
         if self.normalized:
             made = F.log_softmax(made, -1)
         return made if self.classes_last else made.movedim(-1, 1)
@@ -133,7 +137,7 @@ class DeferredLogits(torch.Tensor):
         if func in _METADATA:
             with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        route = _ROUTES.get(func)
+        route = ROUTES.get(func)
         first = args[0] if args else None
         if route is not None and isinstance(first, DeferredLogits) and not first.is_computed:
             result = route(*args, **kwargs)
@@ -225,267 +229,6 @@ class _Deferred(torch.autograd.Function):
             None,
         )
 
-
-# -- functions that need no logits -------------------------------------------------------------
-
-
-def _cast(logits: DeferredLogits, dtype: torch.dtype) -> Any:
-    if dtype == logits.projection.dtype:
-        return logits
-    if logits.projection.normalized or not dtype.is_floating_point:
-        return NotImplemented
-    narrower = dtype.itemsize < logits.projection.dtype.itemsize
-    return NotImplemented if narrower else logits.copy_as_this(dtype=dtype)
-
-
-def _to(logits: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
-    if len(args) != 1 or kwargs:
-        return NotImplemented
-    (wanted,) = args
-    if isinstance(wanted, torch.dtype):
-        return _cast(logits, wanted)
-    here = not isinstance(wanted, Tensor) and torch.device(wanted) == logits.device
-    return logits if here else NotImplemented
-
-
-def _contiguous(logits: DeferredLogits, **kwargs: Any) -> Any:
-    return NotImplemented if kwargs or not logits.projection.classes_last else logits
-
-
-def _view(logits: DeferredLogits, *shape: Any) -> Any:
-    """Where the classes stay a dimension of their own."""
-    given = shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
-    own = logits.projection
-    if not own.classes_last or not all(isinstance(size, int) for size in given):
-        return NotImplemented
-    classes, sizes = own.weight.shape[0], list(given)
-    if sizes and sizes[-1] == -1:
-        known = 1
-        for size in sizes[:-1]:
-            known *= size
-        if known * classes != logits.numel():
-            return NotImplemented
-        sizes[-1] = classes
-    if len(sizes) < 2 or sizes[-1] != classes:
-        return NotImplemented
-    return logits.view_as_this(hidden=own.hidden.reshape(*sizes[:-1], own.hidden.shape[-1]))
-
-
-def _flatten(logits: DeferredLogits, start_dim: int = 0, end_dim: int = -1) -> Any:
-    own = logits.projection
-    start, end = start_dim % logits.dim(), end_dim % logits.dim()
-    if not own.classes_last or end == logits.dim() - 1:
-        return NotImplemented if start != end or not own.classes_last else logits
-    return logits.view_as_this(hidden=own.hidden.flatten(start, end))
-
-
-def _squeeze(logits: DeferredLogits, dim: Any = None) -> Any:
-    own = logits.projection
-    if not isinstance(dim, int) or not own.classes_last or dim % logits.dim() == logits.dim() - 1:
-        return NotImplemented
-    return logits.view_as_this(hidden=own.hidden.squeeze(dim % logits.dim()))
-
-
-def _getitem(logits: DeferredLogits, index: Any) -> Any:
-    """An index that takes all classes."""
-    own, given = logits.projection, index if isinstance(index, tuple) else (index,)
-    if not own.classes_last or _reaches_classes(given, logits.dim()):
-        return NotImplemented
-    if sum(item is Ellipsis for item in given) and given[-1] == slice(None):
-        given = given[:-1] if given[-2] is Ellipsis else given
-    return logits.view_as_this(hidden=own.hidden[given])
-
-
-def _reaches_classes(index: tuple[Any, ...], dims: int) -> bool:
-    """Whether an index chooses among the elements of the last of so many dimensions."""
-    if not all(isinstance(i, (int, slice, Tensor)) or i is None or i is Ellipsis for i in index):
-        return True  # lists, arrays: not looked into
-    if any(isinstance(item, DeferredLogits) for item in index):
-        return True
-    takes = [_dims_taken(item) for item in index]
-    if any(item is Ellipsis for item in index):
-        last = index[-1]
-        return last is not Ellipsis and not (isinstance(last, slice) and last == slice(None))
-    whole = bool(index) and isinstance(index[-1], slice) and index[-1] == slice(None)
-    return sum(takes) - whole > dims - 1
-
-
-def _dims_taken(item: Any) -> int:
-    if item is None or item is Ellipsis:
-        return 0
-    if isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8):
-        return item.dim()
-    return 1
-
-
-def _transpose(logits: DeferredLogits, dim0: int, dim1: int) -> Any:
-    """(N, L, C) to (N, C, L), as cross-entropy wants it."""
-    dims = {dim0 % logits.dim(), dim1 % logits.dim()}
-    if not logits.projection.classes_last or logits.dim() != 3 or dims != {1, 2}:
-        return NotImplemented
-    return logits.view_as_this(classes_last=False)
-
-
-def _permute(logits: DeferredLogits, *dims: Any) -> Any:
-    given = dims[0] if len(dims) == 1 and isinstance(dims[0], (tuple, list)) else dims
-    size = logits.dim()
-    if not logits.projection.classes_last or size < 3:
-        return NotImplemented
-    if [d % size for d in given] != [0, size - 1, *range(1, size - 1)]:
-        return NotImplemented
-    return logits.view_as_this(classes_last=False)
-
-
-def _times(logits: DeferredLogits, other: Any) -> Any:
-    plain = isinstance(other, (int, float)) and not isinstance(other, bool)
-    if not plain or logits.projection.normalized:
-        return NotImplemented
-    return logits.copy_as_this(scale=logits.projection.scale * other)
-
-
-def _divided(logits: DeferredLogits, other: Any, **kwargs: Any) -> Any:
-    if kwargs or not isinstance(other, (int, float)) or isinstance(other, bool) or other == 0:
-        return NotImplemented
-    return _times(logits, 1 / other)
-
-
-def _plus(logits: DeferredLogits, other: Any, **kwargs: Any) -> Any:
-    """One number for each class is a bias."""
-    own = logits.projection
-    if kwargs or not isinstance(other, Tensor) or isinstance(other, DeferredLogits):
-        return NotImplemented
-    fits = other.dim() and other.numel() == other.shape[-1] == own.weight.shape[0]
-    if not fits or own.scale != 1 or own.normalized or not own.classes_last:
-        return NotImplemented
-    if other.dim() > logits.dim() or torch.promote_types(other.dtype, own.dtype) != own.dtype:
-        return NotImplemented
-    more = other.reshape(-1).to(own.hidden.dtype)
-    return logits.copy_as_this(bias=more if own.bias is None else own.bias + more)
-
-
-def _log_softmax(
-    logits: DeferredLogits, dim: Any = None, _stacklevel: int = 3, dtype: Any = None
-) -> Any:
-    own = logits.projection
-    classes = logits.dim() - 1 if own.classes_last else 1
-    if not isinstance(dim, int) or dim % logits.dim() != classes or own.normalized:
-        return NotImplemented
-    cast = logits if dtype is None else _cast(logits, dtype)
-    return cast if cast is NotImplemented else cast.copy_as_this(normalized=True)
-
-
-def _nll_loss(
-    logits: DeferredLogits,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: Any = None,
-    ignore_index: int = -100,
-    reduce: Any = None,
-    reduction: str = "mean",
-) -> Any:
-    if not logits.projection.normalized:
-        return NotImplemented
-    return _loss(logits, target, weight, size_average, ignore_index, reduce, reduction, 0.0)
-
-
-def _cross_entropy(
-    logits: DeferredLogits,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: Any = None,
-    ignore_index: int = -100,
-    reduce: Any = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Any:
-    if logits.projection.normalized:
-        return NotImplemented
-    given = size_average, ignore_index, reduce, reduction, label_smoothing
-    return _loss(logits, target, weight, *given)
-
-
-def _loss(
-    logits: DeferredLogits,
-    target: Tensor,
-    weight: Tensor | None,
-    size_average: Any,
-    ignored: int,
-    reduce: Any,
-    reduction: str,
-    smoothing: float,
-) -> Any:
-    own, dims = logits.projection, logits.dim()
-    where = own.shape if dims < 2 else (own.shape[0], *own.shape[2:])
-    known = (
-        size_average is None
-        and reduce is None
-        and reduction in ("none", "mean", "sum")
-        and isinstance(target, Tensor)
-        and target.dtype is torch.int64  # else of probabilities, or refused by PyTorch
-        and tuple(target.shape) == where
-        and (dims == 2 or (dims > 2 and not own.classes_last))
-        and (weight is None or (weight.shape == own.weight.shape[:1] and not weight.requires_grad))
-    )
-    if not known:
-        return NotImplemented
-    logits.check_unchanged()
-    _check_target(target, own.weight.shape[0], ignored)
-    own.chosen()
-    form = LossForm(ignored, smoothing, own.scale, own.columns)
-    # (N, C, L) holds rows of (N, L); hidden states were never moved.
-    rows, wanted = own.hidden.flatten(0, -2), target.reshape(-1)
-    with torch.autocast(rows.device.type, enabled=False):
-        each = row_losses(rows, own.weight, own.bias, wanted, weight, form)
-        if reduction == "none":
-            return each.view(target.shape).to(own.dtype)
-        total = each.sum()
-        if reduction == "mean":
-            total = total / _units(wanted, weight, ignored, each)
-    return total.to(_loss_type(own.dtype, rows.device.type))
-
-
-def _units(target: Tensor, weight: Tensor | None, ignored: int, each: Tensor) -> Tensor:
-    """What a mean is taken over: tokens, or their weights."""
-    kept = target != ignored
-    if weight is None:
-        return kept.sum()
-    own = weight.to(each.dtype)[target.clamp(0, weight.shape[0] - 1)]
-    return torch.where(kept, own, 0.0).sum()
-
-
-def _loss_type(dtype: torch.dtype, device: str) -> torch.dtype:
-    """Autocast takes losses in FP32."""
-    return torch.float32 if torch.is_autocast_enabled(device) else dtype
-
-
-def _check_target(target: Tensor, classes: int, ignored: int) -> None:
-    """As PyTorch refuses it; on CUDA, where no value is read, the loss is NaN."""
-    if not readable(target) or not target.numel():
-        return
-    wrong = ((target < 0) | (target >= classes)) & (target != ignored)
-    if bool(wrong.any()):
-        raise IndexError(f"Target {int(target[wrong][0])} is out of bounds.")
-
-
-_ROUTES: dict[Any, Callable[..., Any]] = {
-    F.cross_entropy: _cross_entropy,
-    F.nll_loss: _nll_loss,
-    **dict.fromkeys((F.log_softmax, torch.log_softmax, _T.log_softmax), _log_softmax),
-    _T.float: lambda logits: _cast(logits, torch.float32),
-    _T.double: lambda logits: _cast(logits, torch.float64),
-    _T.to: _to,
-    _T.contiguous: _contiguous,
-    **dict.fromkeys((_T.view, _T.reshape, torch.reshape), _view),
-    **dict.fromkeys((_T.flatten, torch.flatten), _flatten),
-    **dict.fromkeys((_T.squeeze, torch.squeeze), _squeeze),
-    _T.__getitem__: _getitem,
-    **dict.fromkeys((_T.transpose, torch.transpose, _T.swapaxes), _transpose),
-    _T.mT.__get__: lambda logits: _transpose(logits, -1, -2),  # type: ignore[attr-defined]
-    **dict.fromkeys((_T.permute, torch.permute), _permute),
-    **dict.fromkeys((_T.mul, torch.mul, _T.__mul__, _T.__rmul__), _times),
-    **dict.fromkeys((_T.div, torch.div, _T.__truediv__), _divided),
-    **dict.fromkeys((_T.add, torch.add, _T.__add__, _T.__radd__), _plus),
-}
 
 _METADATA = {
     *(

@@ -34,7 +34,9 @@ class LossForm:
     ignored: int = -100
     smoothing: float = 0.0
     scale: float = 1.0
-    """The logits are multiplied by it."""
+    """The product is multiplied by it."""
+    cap: float | None = None
+    """The logits are then its hyperbolic tangent times this, as Gemma's are."""
     columns: int = 8192
     """Classes whose logits exist at a time."""
 
@@ -69,7 +71,7 @@ class _RowLosses(torch.autograd.Function):
         true = torch.zeros_like(normalizer)
         smoothed = torch.zeros_like(normalizer) if form.smoothing else None
         for part in passes(_parts(classes, form.columns)):
-            scores = _scores(rows, weight, bias, part, wide, form.scale)
+            scores = _scores(rows, weight, bias, part, wide, form)
             place, inside = _within(target, part)
             true += scores.gather(1, place[:, None]).squeeze(1).masked_fill_(~inside, 0.0)
             if smoothed is not None:
@@ -107,7 +109,10 @@ class _RowLosses(torch.autograd.Function):
         outer = torch.where(target != form.ignored, grad, 0.0)
         true_factor, all_factor = outer * true_factor, outer * all_factor
         for part in passes(_parts(classes, form.columns)):
-            scores = _scores(rows, weight, bias, part, wide, form.scale)
+            scores = _scores(rows, weight, bias, part, wide, form)
+            slope = None
+            if form.cap is not None:
+                slope = (scores / form.cap).square_().neg_().add_(1).mul_(form.cap)
             scores.sub_(normalizer[:, None]).exp_().mul_(all_factor[:, None])
             if form.smoothing:
                 even = outer * (form.smoothing / classes)
@@ -117,6 +122,9 @@ class _RowLosses(torch.autograd.Function):
                     scores.addr_(even, class_weight[part].to(wide), alpha=-1)
             place, inside = _within(target, part)
             scores.scatter_add_(1, place[:, None], (-true_factor * inside)[:, None])
+            if slope is not None:
+                scores.mul_(slope)
+                del slope
             if form.scale != 1:
                 scores.mul_(form.scale)
             if grad_bias is not None:
@@ -137,12 +145,19 @@ class _RowLosses(torch.autograd.Function):
 
 
 def _scores(
-    rows: Tensor, weight: Tensor, bias: Tensor | None, part: slice, wide: torch.dtype, scale: float
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    part: slice,
+    wide: torch.dtype,
+    form: LossForm,
 ) -> Tensor:
     """Logits of some classes, rounded as the whole ones would be."""
     own = None if bias is None else bias[part].to(rows.dtype)
     scores = _linear(rows, weight[part].to(rows.dtype), own).to(wide)
-    return scores if scale == 1 else scores.mul_(scale)
+    if form.scale != 1:
+        scores.mul_(form.scale)
+    return scores if form.cap is None else scores.tanh_().mul_(form.cap)
 
 
 def _factors(

@@ -16,6 +16,7 @@ from ...torch_private.autograd import active_saved_tensors_hooks
 from ...torch_private.fake_tensors import FakeTensor
 from ...trace.blocks import block_of, block_paths
 from ..base import Run
+from . import routes as routes  # tells deferred logits what needs none
 from .deferred import DeferredLogits, Projection
 
 LEAST_COLUMNS = 1024

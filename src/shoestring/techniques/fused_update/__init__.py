@@ -78,11 +78,11 @@ class FusedUpdate(Technique):
 
         def fused() -> None:
             switch(optimizer)
-            for parameter in early:  # one without a gradient has no state in plain training
-                if parameter.grad is None:
-                    optimizer.state.pop(parameter, None)
-            early.clear()
             update()
+
+        def settle() -> None:  # one without a gradient has no state in plain training
+            drop_unused(optimizer, early)
+            early.clear()
 
         def undo() -> None:
             for group, values in zip(optimizer.param_groups, before, strict=True):
@@ -90,6 +90,7 @@ class FusedUpdate(Technique):
             _place_counts(optimizer)
 
         setup.update, setup.run = fused, after_state
+        setup.after_update.append(settle)
         setup.undo.append(undo)
 
     @classmethod
@@ -147,6 +148,16 @@ def make_state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
                 state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
             made.append(parameter)
     return made
+
+
+def drop_unused(optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> None:
+    """Take away the state of those that no update has moved."""
+    held = [p for p in parameters if "step" in optimizer.state.get(p, {})]
+    if held:
+        moved = torch.stack([optimizer.state[p]["step"] for p in held]).tolist()
+        for parameter, count in zip(held, moved, strict=True):
+            if not count:
+                del optimizer.state[parameter]
 
 
 def _place_counts(optimizer: torch.optim.Optimizer) -> None:

@@ -18,6 +18,7 @@ from ..base import Flag, Setup, Technique
 from ..claims import MOVED, Circumstances, Claim, Level
 from ..offers import Context, Offer, Update, Updates
 from ..registry import register
+from .loading import CodedState
 from .storage import CodedMoments, MomentCodes
 from .update import QuantizedUpdate, piece_elements
 
@@ -180,7 +181,7 @@ class OptimizerState(Technique):
                 value = meaning.state(parameter, key, value)
             return value
 
-        setup.undo.append(update.convert_state(meant))
+        setup.undo.append(CodedState(optimizer, self._codes).convert_state(meant))
         setup.run = update.beginning(setup.run)
         setup.update, setup.update_on_device = update, True
         setup.rates_on_device = lambda: True
