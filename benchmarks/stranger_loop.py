@@ -78,9 +78,12 @@ def plain_step(model: nn.Module, batch: Any, loss: Any, optimizer: Any) -> Seen:
 def planned_step(step: Any, batch: Any) -> Seen:
     """The same by a step of the library."""
     seen = Seen()
-    handle = step.optimizer.register_step_pre_hook(
-        lambda *_: seen.note(step.model, step.loss_scale)
-    )
+
+    def note(*_: Any) -> None:
+        seen.note(step.model, step.loss_scale)
+
+    note.each_parameter = True  # type: ignore[attr-defined] # some gradients come before others
+    handle = step.optimizer.register_step_pre_hook(note)
     seen.loss = step(batch).detach().double()
     handle.remove()
     seen.buffers = {n: b.detach().clone() for n, b in step.model.named_buffers()}
