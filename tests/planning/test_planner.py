@@ -2,7 +2,6 @@
 
 import gc
 import re
-import time
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +168,9 @@ def test_plans_for_a_device_that_is_not_there(name: str) -> None:
     with FakeTensorMode():
         model, batch = small.build(), several(small.batch(), 64)
     given: dict[str, Any] = {"loss": small.loss, "optimizer": "adam"}
-    planner = Planner(model, batch, device="cuda", costs=NOMINAL["cuda"], **given)
+    planner = Planner(
+        model, batch, device="cuda", costs=NOMINAL["cuda"], budget_of="allocated", **given
+    )
     profile = ss.profile(model, batch, accounting="device", device="cuda", **given)
     plain = planner.estimates.plain.peak_bytes
     assert plain == pytest.approx(profile.peak_bytes, rel=0.01)
@@ -221,7 +222,7 @@ def test_without_a_plan_there_are_no_kernels_of_our_own() -> None:
     """They run under a plan, and are in its prediction and in its work; not in the plain step's."""
     model, batch = nn.Sequential(*(Growing() for _ in range(5))), torch.randn(4, 8, 4, 4)
     given: dict[str, Any] = {"loss": lambda m, b: m(b).mean(), "optimizer": sgd(model)}
-    planner = Planner(model, batch, **given, device="cuda", allow="lossless")
+    planner = Planner(model, batch, **given, device="cuda", allow="lossless", budget_of="allocated")
     plain = predict_step([], model, batch, **given, device="cuda").peak_bytes
     assert planner.estimates.plain.peak_bytes == pytest.approx(plain, rel=1e-3)
     room = 1 - planner.margin.share
@@ -317,16 +318,22 @@ def depth(candidate: Any) -> int:
 
 
 @pytest.mark.slow
-def test_a_hundred_blocks_take_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hundred_blocks_take_a_few_traces(monkeypatch: pytest.MonkeyPatch) -> None:
     with FakeTensorMode():
         model, batch = Deep(), torch.randn(4096, 16)
-    start = time.process_time()
+    traced: list[Any] = []
+
+    def counted(plan: Any, *args: Any, **kwargs: Any) -> Any:
+        traced.append(plan)
+        return capture_step(plan, *args, **kwargs)
+
+    monkeypatch.setattr("shoestring.planning.planner.capture_step", counted)
     planner = Planner(
         model, batch, loss=lambda m, b: m(b).mean(), optimizer="adam", allow="lossless", costs=COSTS
     )
     plan = planner.plan(planner.estimates.plain.peak_bytes // 2)
     assert plan.predicted.peak_bytes <= plan.budget_bytes
-    assert time.process_time() - start < 15  # ten on a machine that does nothing else
+    assert len(traced) <= 16, "each takes a second or more"
     least = planner.estimates.front(Setting())[0]
     assert 2 < depth(least) <= scheduler.DEEPEST  # deeper ones end at Python's limit of frames
     monkeypatch.setattr(scheduler, "DEEPEST", 2)

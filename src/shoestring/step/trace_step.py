@@ -149,8 +149,8 @@ class _Request:
                     outside.stop_asking()
                 if size is not None:
                     forget_varied(data)
-                    if step._setup.adds_apart:
-                        # The third part meets all of them.
+                    if step._setup.adds_apart or step._setup.updates_in_backward:
+                        # The third part meets all gradients; those of the last one go early.
                         data = cut(data, 0, min(3 * size, examples_of(data) or size))
                     else:
                         later = step._setup.updates_in_backward  # the second part updates
