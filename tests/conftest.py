@@ -3,6 +3,7 @@
 import gc
 import os
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -21,3 +22,15 @@ def pytest_runtest_setup() -> None:
         _known = len(sys.modules)
         gc.collect()
         gc.freeze()
+
+
+_LISTED = frozenset((Path(__file__).parent / "slow_tier.txt").read_text().split("\n"))
+"""Single tests and cases that take longest, which `make test` leaves to `make test-all`."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What is listed is slow, as if it were marked."""
+    for item in items:
+        if item.nodeid in _LISTED:
+            item.add_marker(pytest.mark.slow)
