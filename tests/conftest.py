@@ -24,7 +24,7 @@ def pytest_runtest_setup() -> None:
         gc.freeze()
 
 
-_LISTED = frozenset((Path(__file__).parent / "slow_tier.txt").read_text().split("\n"))
+_LISTED = frozenset((Path(__file__).parent / "slow_tier.txt").read_text().splitlines())
 """Single tests and cases that take longest, which `make test` leaves to `make test-all`."""
 
 
