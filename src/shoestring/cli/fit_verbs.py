@@ -61,7 +61,9 @@ def cards(
     lora: Lora = None,
     quantize: Quantize = None,
     dtype: Dtype = None,
-    card: Annotated[list[int] | None, typer.Option(help="Gigabytes of a card; repeatable.")] = None,
+    card: Annotated[
+        list[str] | None, typer.Option(help="Gigabytes of a card, or its name; repeatable.")
+    ] = None,
     html: Annotated[str | None, typer.Option(help="Also write a page.")] = None,
     as_json: AsJson = False,
 ) -> None:
