@@ -9,10 +9,11 @@ from typing import Any
 from ..devices import Card
 from ..devices import cards as known_cards
 from ..errors import InputError
+from ..html_table import caption, table
 from ..techniques.plan import Plan
 from ..units import format_size, parse_size, plural
 from .configurations import Configured
-from .pages import table, table_page
+from .pages import table_page
 from .sizes import Sizes
 
 
@@ -45,6 +46,20 @@ class CardFit:
         """Plain values."""
         plan = None if self.plan is None else self.plan.to_dict()
         return {**vars(self), "fits": self.fits, "plan": plan}
+
+    def _repr_html_(self) -> str:
+        """In a notebook."""
+        shown = {k: v for k, v in self.as_dict().items() if k != "plan" and v not in (None, "")}
+        plan = "–" if self.plan is None else self.plan.short()
+        rows = [
+            ["", ""],
+            ["plan", plan],
+            *(
+                [k.replace("_", " "), f"{v:,}" if isinstance(v, int) else str(v)]
+                for k, v in shown.items()
+            ),
+        ]
+        return caption(str(self), rows)
 
     def __str__(self) -> str:
         card, needed = format_size(self.budget_bytes), format_size(self.needed_bytes)

@@ -78,8 +78,8 @@ class _Line:
 class Sizes:
     """Plans for one configuration, from the plain step to the smallest."""
 
-    def __init__(self, model: Configured, optimizer: str) -> None:
-        self.model, self.optimizer = model, optimizer
+    def __init__(self, model: Configured, optimizer: str, allow: str | None = "lossless") -> None:
+        self.model, self.optimizer, self._allow = model, optimizer, allow
         depth = model.depth
         self._layers: tuple[int, ...] = (FEW, MORE) if depth and depth > MORE + 1 else ()
         self._more = (depth or 0) - FEW if self._layers else 0
@@ -304,7 +304,7 @@ class Sizes:
         _, batch = self.model.build() if not self._layers else self.model.with_layers(1).build()
         return [
             Planner(
-                m, batch, loss=loss_of, optimizer=self.optimizer, allow="lossless", device="cuda"
+                m, batch, loss=loss_of, optimizer=self.optimizer, allow=self._allow, device="cuda"
             )
             for m in self._built
         ]

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..html_table import caption
 from ..memory.prediction import Prediction
 from ..techniques.claims import LOSSLESS, LOSSY, NEAR_LOSSLESS
 from ..techniques.plan import Plan
@@ -121,6 +122,14 @@ class BudgetPlan(Plan):
             f"plain; {format_flops(int(flops))}, {_times(flops, plain.flops)} plain "
             f"(time by costs {predicted.costs}{', as one CUDA graph' * predicted.captured})",
         ]
+
+    def _repr_html_(self) -> str:
+        """In a notebook."""
+        rows = [[c.part, c.setting, c.kind, c.why] for c in self.choices]
+        return caption(
+            " · ".join([self.short(), *self._summary()]),
+            [["technique", "setting", "claim", "why"], *rows],
+        )
 
     def __str__(self) -> str:
         first = f"{self.short()}: {format_size(self.predicted.peak_bytes)}"
