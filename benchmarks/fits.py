@@ -1,25 +1,28 @@
 """Predicted fits against what a GPU really takes: language and vision, LoRA, recomputation, 8 bits.
 
-    python benchmarks/fits.py                 # on the GPU; writes nothing
+    python benchmarks/fits.py --longest       # on one GPU of 80 GB or more; writes nothing
     python benchmarks/fits.py --only llama    # cases whose name has this
     python benchmarks/fits.py --predict       # predictions alone, on any machine
 
-Each case is built from a configuration with random weights, predicted without a GPU's help, then
-trained for four steps in a process of its own. Compared are the predicted bytes with
-`torch.cuda.max_memory_reserved` of the steps (and allocated, to tell why). The last case asks for
-the longest context of an 8B LoRA in 24 GB and runs it, and 5% more.
+Each case is built from a configuration with random weights. All are predicted first, several at a
+time, by processes that see no GPU; then each is trained for four steps in a process of its own.
+Compared are the predicted bytes with `torch.cuda.max_memory_reserved` of the steps (and allocated,
+to tell why). `--longest` asks for the longest context of an 8B LoRA in 24 GB and runs it, and 5%
+more, by the same plan and with no more memory than that.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import time
 import warnings
-from dataclasses import asdict, dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +30,11 @@ import torch
 
 import shoestring as ss
 from shoestring.integrations.configurations import DTYPES, Configured, _with_lora, loss_of
+from shoestring.integrations.sizes import Sizes
+from shoestring.memory.reserved import reserved
 from shoestring.planning.planner import Planner
-from shoestring.techniques.plan import Plan
+from shoestring.step.trace_step import capture_step
+from shoestring.techniques.plan import Plan, from_flags
 from shoestring.trace.fakes import OPTIMIZERS
 
 LLAMA_1B = {
@@ -67,6 +73,8 @@ class Case:
     share: float | None = None
     """Of the plain step's bytes: the budget of a lossless plan; None for the plain step."""
     dtype: str | None = None
+    flags: dict[str, Any] = field(default_factory=dict)
+    """Techniques of the step, where no budget chooses them."""
 
 
 CASES = [
@@ -81,7 +89,7 @@ CASES = [
     Case("llama 8B, LoRA r=16, planned to 75%", LLAMA_8B, lora="r=16", share=0.75),
     Case("qwen 0.5B, 8 × 1024", QWEN, batch=8, tokens=1024),
     Case("qwen 0.5B, planned to 60%", QWEN, batch=8, tokens=1024, share=0.6),
-    Case("qwen 0.5B, 8-bit AdamW", QWEN, batch=4, tokens=1024, optimizer="adamw8bit"),
+    Case("qwen 0.5B, 8-bit state", QWEN, batch=4, tokens=1024, flags={"state_bits": 8}),
     Case("ViT-L, 32 images, FP32", VIT_L, batch=32),
     Case("ViT-L, 32 images, planned to 50%", VIT_L, batch=32, share=0.5),
     Case("ViT-L, 64 images, BF16, SGD", VIT_L, batch=64, dtype="bf16", optimizer="sgd"),
@@ -95,20 +103,21 @@ def configured(case: Case, folder: str) -> Configured:
     )
 
 
-def predicted(case: Case, given: Configured) -> tuple[Plan, int]:
-    """The plan and the bytes a budget must hold for it, without asking a GPU."""
+def predicted(case: Case, given: Configured) -> tuple[Plan, int, bool]:
+    """The plan, the bytes a budget must hold for it, and whether it runs as a CUDA graph."""
     model, batch = given.build()
-    planner = Planner(
-        model, batch, loss=loss_of, optimizer=case.optimizer, allow="lossless", device="cuda"
-    )
-    plain = planner.estimates.plain.needed_bytes
+    how: dict[str, Any] = {"loss": loss_of, "optimizer": case.optimizer, "device": "cuda"}
     if case.share is None:
-        return Plan(), plain
-    plan = planner.plan(int(case.share * plain))
-    return plan, plan.predicted.needed_bytes
+        plan = from_flags(case.flags)
+        trace = capture_step(plan, model, batch, captured=False, **how)
+        first = any(technique.state_first for technique in plan.techniques)
+        return plan, reserved(trace, state_first=first).eager_bytes, False
+    planner = Planner(model, batch, allow="lossless", **how)
+    found = planner.plan(int(case.share * planner.estimates.plain.needed_bytes))
+    return found.plan, found.predicted.needed_bytes, found.predicted.captured
 
 
-def measured(case: Case, given: Configured, plan: Plan) -> dict[str, int]:
+def measured(case: Case, given: Configured, plan: Plan, captured: bool) -> dict[str, int]:
     """Four real steps."""
     kind, sees = given._kind
     dtype = DTYPES[case.dtype or "fp32"] if case.dtype else given._configuration.dtype
@@ -128,6 +137,7 @@ def measured(case: Case, given: Configured, plan: Plan) -> dict[str, int]:
         batch = {"input_ids": words, "labels": words.clone()}
     trained = [p for p in model.parameters() if p.requires_grad]
     step = ss.apply(plan, model, OPTIMIZERS[case.optimizer](trained), loss=loss_of)
+    step.use_graph(captured)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     for _ in range(4):
@@ -139,43 +149,71 @@ def measured(case: Case, given: Configured, plan: Plan) -> dict[str, int]:
     }
 
 
-def one(number: int, predict_only: bool) -> dict[str, Any]:
+LONGEST = Case("llama 8B, LoRA r=16, longest in 24 GB", LLAMA_8B, lora="r=16")
+BUDGET_BYTES = 24 * 10**9
+
+
+def predict(number: int) -> dict[str, Any]:
     case = CASES[number]
     with tempfile.TemporaryDirectory() as folder:
-        given = configured(case, folder)
         start = time.perf_counter()
-        plan, needed = predicted(case, given)
+        plan, needed, captured = predicted(case, configured(case, folder))
         seconds = time.perf_counter() - start
-        found = {} if predict_only else measured(case, given, plan)
-    return {"name": case.name, "plan": plan.short(), "predicted": needed, "s": seconds, **found}
+    told = {"plan": plan.to_dict(), "short": plan.short(), "captured": captured}
+    return {**told, "predicted": needed, "s": round(seconds, 1)}
 
 
-def longest(tokens: int | None) -> dict[str, Any]:
-    """The longest context named for 24 GB, or a run of so many tokens within them."""
-    case = Case("llama 8B, LoRA r=16", LLAMA_8B, lora="r=16", tokens=tokens or 2048)
+def predict_longest() -> dict[str, Any]:
+    """Tokens of one example, and the plan they are for."""
     with tempfile.TemporaryDirectory() as folder:
-        given = configured(case, folder)
-        found = ss.will_it_fit(given, "24 GB")
-        if tokens is None:
-            return {"tokens": found.longest_context}
+        sizes = Sizes(configured(LONGEST, folder), LONGEST.optimizer)
+        room = sizes.margin.limit(BUDGET_BYTES)
+        tokens = sizes.largest("tokens", room, room)
+        return {"tokens": tokens, "plan": sizes._for_all(sizes._whole).to_dict()}
+
+
+def run(given: dict[str, Any]) -> dict[str, Any]:
+    """A case by its plan, or so many tokens within 24 GB."""
+    case = LONGEST if "tokens" in given else CASES[given["number"]]
+    if "tokens" in given:
+        case = replace(case, tokens=given["tokens"])
         total = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction(24e9 / total)
-        model, batch = given.build()
-        plan = ss.plan(
-            model, batch, loss=loss_of, optimizer="adamw", device="cuda", allow="lossless",
-            budget="24 GB",
-        )  # fmt: skip
-        return measured(case, given, plan)
+        torch.cuda.set_per_process_memory_fraction(BUDGET_BYTES / total)
+    with tempfile.TemporaryDirectory() as folder:
+        plan = Plan.from_dict(given["plan"])
+        return measured(case, configured(case, folder), plan, given.get("captured", False))
 
 
-def child(*arguments: str) -> dict[str, Any]:
+def child(job: dict[str, Any], *, gpu: bool) -> dict[str, Any]:
+    """In a process of its own."""
+    environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    if not gpu:
+        environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, __file__, *arguments], capture_output=True, text=True, timeout=560
-    )
+        [sys.executable, __file__, "--job", json.dumps(job)], capture_output=True, text=True,
+        timeout=560, env=environment,
+    )  # fmt: skip
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or not lines:
-        return {"error": (done.stderr.strip().splitlines() or ["no output"])[-1][:100]}
+        return {"error": (done.stderr.strip().splitlines() or ["no output"])[-1][:160]}
     return json.loads(lines[-1])
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    off = []
+    print(f"{'case':44} {'predicted':>9} {'reserved':>9} {'alloc.':>9} {'off':>7}  plan")
+    for row in rows:
+        if "error" in row:
+            print(f"{row['name']:44} {row['error']}")
+            continue
+        gigabytes = [row.get(key, 0) / 1e9 for key in ("predicted", "reserved", "allocated")]
+        numbers = " ".join(f"{g:9.2f}" for g in gigabytes)
+        error = row["predicted"] / row["reserved"] - 1 if "reserved" in row else float("nan")
+        off += [error] if "reserved" in row else []
+        print(f"{row['name']:44} {numbers} {100 * error:+6.1f}%  {row['short'][:40]}")
+    if off:
+        middle = sorted(off)[len(off) // 2]
+        print(f"below: {sum(e < 0 for e in off)} of {len(off)}; median {100 * middle:+.1f}%")
 
 
 def main() -> None:
@@ -183,41 +221,34 @@ def main() -> None:
     parser.add_argument("--only", default="")
     parser.add_argument("--predict", action="store_true")
     parser.add_argument("--longest", action="store_true", help="the longest context, too")
-    parser.add_argument("--case", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--tokens", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--workers", type=int, default=max((os.cpu_count() or 2) // 2, 1))
+    parser.add_argument("--job", help=argparse.SUPPRESS)
     given = parser.parse_args()
     warnings.simplefilter("ignore")
-    if given.case is not None:
-        print(json.dumps(one(given.case, given.predict)))
+    if given.job is not None:
+        job = json.loads(given.job)
+        if "plan" in job:
+            print(json.dumps(run(job)))
+        else:
+            print(json.dumps(predict_longest() if "longest" in job else predict(job["number"])))
         return
-    if given.tokens is not None:
-        print(json.dumps(longest(given.tokens or None)))
-        return
-    rows, off = [], []
-    for number, case in enumerate(CASES):
-        if given.only not in case.name:
-            continue
-        found = child("--case", str(number), *(["--predict"] if given.predict else []))
-        rows.append({**asdict(case), **found, "name": case.name})
-        print(f"{case.name}: {found}", file=sys.stderr, flush=True)
-    print(f"{'case':44} {'predicted':>9} {'reserved':>9} {'alloc.':>9} {'off':>7}  plan")
-    for row in rows:
-        if "error" in row:
-            print(f"{row['name']:44} {row['error']}")
-            continue
-        gigabytes = [row.get(key, 0) / 1e9 for key in ("predicted", "reserved", "allocated")]
-        error = row["predicted"] / row["reserved"] - 1 if "reserved" in row else float("nan")
-        off.append(error)
-        numbers = " ".join(f"{g:9.2f}" for g in gigabytes)
-        print(f"{row['name']:44} {numbers} {100 * error:+6.1f}%  {row['plan'][:40]}")
-    if off:
-        middle = sorted(off)[len(off) // 2]
-        print(f"below: {sum(e < 0 for e in off)} of {len(off)}; median {100 * middle:+.1f}%")
-    if given.longest:
-        tokens = child("--tokens", "0")["tokens"]
-        print(f"longest context for 24 GB: {tokens}: {child('--tokens', str(tokens))}")
-        more = int(1.05 * tokens)
-        print(f"5% more, {more}: {child('--tokens', str(more))}")
+    chosen = [n for n, case in enumerate(CASES) if given.only in case.name]
+    with ThreadPoolExecutor(given.workers) as pool:
+        named = pool.submit(child, {"longest": True}, gpu=False) if given.longest else None
+        found = list(pool.map(lambda n: child({"number": n}, gpu=False), chosen))
+    rows = []
+    for number, told in zip(chosen, found, strict=True):
+        if not given.predict and "error" not in told:
+            told |= child({**told, "number": number}, gpu=True)
+        rows.append({**told, "name": CASES[number].name})
+        print(f"{CASES[number].name}: {told}", file=sys.stderr, flush=True)
+    show(rows)
+    if named is not None:
+        told = named.result()
+        print(f"longest context for 24 GB: {told}")
+        if not given.predict and "tokens" in told:
+            for tokens in (told["tokens"], int(1.05 * told["tokens"])):
+                print(f"{tokens} tokens: {child({**told, 'tokens': tokens}, gpu=True)}", flush=True)
 
 
 if __name__ == "__main__":

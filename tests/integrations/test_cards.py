@@ -17,6 +17,7 @@ from shoestring.integrations.configurations import Configured, loss_of
 from shoestring.integrations.quantized import Nf4Linear
 from shoestring.integrations.sizes import Sizes
 from shoestring.memory.reserved import reserved
+from shoestring.planning.ranks import Ranks
 from shoestring.step.trace_step import capture_step
 from shoestring.techniques.plan import Plan
 
@@ -99,6 +100,28 @@ def test_images_have_no_context(vision: str) -> None:
     assert "8 images" in str(found) and "longest context" not in str(found)
 
 
+@pytest.mark.slow
+def test_several_cards_share_a_model(llama: str) -> None:
+    """Each with a part of the weights: as many bytes as the whole model's trace tells by rule."""
+    how: dict[str, Any] = {"tokens": 256, "batch": 4}
+    ranks = Ranks(4, "fsdp")
+    sizes = Sizes(Configured(llama, **how), "adamw", ranks=ranks)
+    alone = Sizes(Configured(llama, tokens=256, batch=1), "adamw")
+    assert sizes.model.batch == 1 and sizes.plain_bytes < 0.9 * alone.plain_bytes
+    model, batch = Configured(llama, tokens=256, batch=1).build()
+    trace = capture_step(
+        Plan(), model, batch, loss=loss_of, optimizer="adamw", device="cuda", captured=False
+    )
+    assert sizes.plain_bytes == reserved(ranks.of_one(trace, Plan(), model, batch)).eager_bytes
+    names = {t.name for point in sizes.front for t in point.plan.techniques}
+    assert "gradient_release" not in names
+    done = call(
+        "plan", llama, "--tokens", 128, "--batch", 4, "--budget", "1 GB", "--gpus", 2, "--json"
+    )
+    assert done.status == 0, done.err
+    assert json.loads(done.out)["ranks"] == 2 and json.loads(done.out)["sharding"] == "fsdp"
+
+
 def test_lora_and_four_bits(llama: str) -> None:
     pytest.importorskip("peft", reason="needs peft")
     whole, _ = Configured(llama).build()
@@ -155,6 +178,8 @@ def test_the_command_line(llama: str, tmp_path: Path) -> None:
         (["LLAMA", "--card", "0"], "no card '0' is known"),
         (["LLAMA", "--card", "20"], "no card '20' is known"),
         (["LLAMA", "--card", "GTX 9999"], "no card 'GTX 9999' is known"),
+        (["LLAMA", "--gpus", "0"], "no step has 0 ranks"),
+        (["LLAMA", "--gpus", "2", "--sharding", "tp"], "unknown sharding"),
         (["LLAMA", "--lora", "rank=3"], "cannot read --lora"),
         (["LLAMA", "--lora", "r=3,targets=nothing"], "LoRA does not fit"),
         (["LLAMA", "--quantize", "nf4"], "do not train"),

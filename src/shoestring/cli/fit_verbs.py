@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
@@ -13,12 +14,14 @@ from .options import (
     AsJson,
     Batch,
     Dtype,
+    Gpus,
     Inputs,
     Lora,
     LossName,
     ModelName,
     OptimizerName,
     Quantize,
+    Sharding,
     Tokens,
     json_line,
     with_technique_flags,
@@ -30,7 +33,9 @@ CARDS_EXAMPLES = """Examples:
 
 `shoestring cards timm:vit_large_patch16_224 --batch 32 --html cards.html`
 
-`shoestring cards hf:./qwen --card 24 --card 48 --json`
+`shoestring cards hf:./qwen --card 24 --card 'RTX 4090' --json`
+
+`shoestring cards hf:./llama-70b --gpus 8 --batch 8 --tokens 4096`
 """
 
 CHECK_EXAMPLES = """Examples:
@@ -65,6 +70,8 @@ def cards(
     card: Annotated[
         list[str] | None, typer.Option(help="Gigabytes of a card, or its name; repeatable.")
     ] = None,
+    gpus: Gpus = 1,
+    sharding: Sharding = "fsdp",
     html: Annotated[str | None, typer.Option(help="Also write a page.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -80,7 +87,7 @@ def cards(
             )
         found = sized(
             model, tokens=2048 if tokens is None else tokens, batch=batch, optimizer=optimizer,
-            lora=lora, quantize=quantize, dtype=dtype, sizes=card,
+            lora=lora, quantize=quantize, dtype=dtype, sizes=card, gpus=gpus, sharding=sharding,
         )  # fmt: skip
         if html is not None:
             write(html, found.html().encode())
@@ -159,8 +166,8 @@ class DataSet:
         self._eval_batch, self._eval_bytes = eval_batch, 0
 
     def plan(
-        self, planner: Any, budget_bytes: int, how: dict[str, Any], batch: int | None,
-        optimizer: str, allow: list[str] | None,
+        self, planner: Any, planned: Callable[[int], Any], budget_bytes: int, how: dict[str, Any],
+        batch: int | None, optimizer: str, allow: list[str] | None,
     ) -> Any:  # fmt: skip
         """The plan for the longest batch, or the examples that are too long."""
         from ..integrations.configurations import Configured
@@ -169,7 +176,7 @@ class DataSet:
 
         given = {key: value for key, value in how.items() if value is not None}
         try:
-            found = planner.plan(budget_bytes)
+            found = planned(budget_bytes)
         except BudgetError as error:
             if self._trained is None:
                 raise

@@ -8,7 +8,7 @@ import os
 import sys
 import warnings
 from io import TextIOWrapper
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -27,6 +27,7 @@ from .options import (
     AsJson,
     Batch,
     Dtype,
+    Gpus,
     Inputs,
     Lora,
     LossName,
@@ -34,12 +35,16 @@ from .options import (
     OptimizerName,
     PlanFile,
     Quantize,
+    Sharding,
     Tokens,
     json_line,
     lossy_names,
     planned,
     with_technique_flags,
 )
+
+if TYPE_CHECKING:
+    from ..planning.result import BudgetPlan
 
 app = typer.Typer(
     add_completion=False,
@@ -293,6 +298,8 @@ def plan(
         str | None, typer.Option(help="The data set that is evaluated between steps.")
     ] = None,
     eval_batch: Annotated[int, typer.Option(help="Examples that are evaluated at once.")] = 8,
+    gpus: Gpus = 1,
+    sharding: Sharding = "fsdp",
     front: Annotated[
         bool, typer.Option("--front", help="Memory against time of all that is allowed.")
     ] = False,
@@ -310,6 +317,7 @@ def plan(
         from ..lab.target import resolve
         from ..planning.planner import Planner
         from ..planning.plot import front_table, plot_front
+        from ..planning.ranks import Ranks, plan_for_ranks
         from ..techniques.plan import check_place
         from ..units import parse_size
 
@@ -321,9 +329,10 @@ def plan(
         target = resolve(model, input or (), batch=batch, loss=loss, how=how)
         where = "cuda" if model.startswith(PREFIXES) else "cpu"
         name = target.optimizer if optimizer is None else optimizer
+        ranks = Ranks(gpus, sharding)
         planner = Planner(
             target.model,
-            target.batch,
+            target.batch if gpus == 1 else ranks.share(target.batch),
             loss=target.loss,
             optimizer=None if name == "none" else name,
             allow=None if allow is None else ",".join(allow),
@@ -337,7 +346,13 @@ def plan(
     if points and not as_json:
         typer.echo(front_table(points, planner.estimates.plain))
     with working(f"planning {model}"):
-        result = over.plan(planner, budget_bytes, how, batch, name, allow)
+
+        def planned(nbytes: int) -> BudgetPlan:
+            if gpus == 1:
+                return planner.plan(nbytes)
+            return plan_for_ranks(planner, ranks, nbytes, target.loss)
+
+        result = over.plan(planner, planned, budget_bytes, how, batch, name, allow)
     if out is not None:
         result.save(out)
     if as_json:

@@ -58,6 +58,10 @@ LossName = Annotated[
         "--input, or a dict of named ones."
     ),
 ]
+Gpus = Annotated[int, typer.Option(help="GPUs that share a step, each with a part of the batch.")]
+Sharding = Annotated[
+    str, typer.Option(help="For several GPUs: fsdp splits the model over them, ddp does not.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, bytes as integers.")]
 
 

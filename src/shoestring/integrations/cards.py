@@ -10,6 +10,7 @@ from ..devices import Card
 from ..devices import cards as known_cards
 from ..errors import InputError
 from ..html_table import caption, table
+from ..planning.ranks import Ranks
 from ..techniques.plan import Plan
 from ..units import format_size, parse_size, plural
 from .configurations import Configured
@@ -143,6 +144,8 @@ def cards(
     quantize: str | None = None,
     dtype: str | None = None,
     sizes: Iterable[int | str] | None = None,
+    gpus: int = 1,
+    sharding: str = "fsdp",
 ) -> Cards:
     """What trains on which card: by which plan, how much slower, how large, how long.
 
@@ -155,12 +158,15 @@ def cards(
         quantize: "nf4" for frozen weights in 4 bits.
         dtype: Of the weights: "bf16", "fp16" or "fp32"; by default as the configuration says.
         sizes: Gigabytes of cards, or their names; by default those people have.
+        gpus: Such cards that share a step, each with a part of the batch.
+        sharding: For several: "fsdp" splits the model over them, "ddp" does not.
     """
+    ranks = Ranks(gpus, sharding)
     chosen = _rows_of(sizes)
     given = model if isinstance(model, Configured) else Configured(
         model, tokens=tokens, batch=batch, dtype=dtype, lora=lora, quantize=quantize
     )  # fmt: skip
-    return _table(Sizes(given, optimizer), chosen)
+    return _table(Sizes(given, optimizer, ranks=ranks), chosen)
 
 
 def will_it_fit(
@@ -221,6 +227,8 @@ def _table(sizes: Sizes, chosen: Sequence[tuple[int, str, str]]) -> Cards:
         rows.append(_row(sizes, usable, most, card, example))
     long = f" of {model.tokens:,} tokens" if model.has_context else ""
     how = [f"{plural(model.batch, model.unit.removesuffix('s'))}{long}", sizes.optimizer]
+    if sizes.ranks.count > 1:
+        how[0] += f" on each of {sizes.ranks.count} GPUs ({sizes.ranks.sharding})"
     how += [f"LoRA {model.lora}"] * bool(model.lora) + [model.quantize or ""]
     what = " · ".join(part for part in how if part)
     return Cards(model.name, what, sizes.plain_bytes, sizes.least.needed_bytes, tuple(rows))

@@ -195,7 +195,10 @@ def library(name: str, least: str, extra: str) -> Iterator[None]:
     except PackageNotFoundError:
         raise InputError(f"this needs {name}, which is not installed", hint=hint) from None
     if _numbers(found) < _numbers(least):
-        raise InputError(f"this needs {name} {least} or later, {found} is installed", hint=hint)
+        raise InputError(
+            f"this needs {name} {least} or later, {found} is installed",
+            hint=f"pip install --upgrade '{name}>={least}'",
+        )
     try:
         yield
     except ImportError as error:

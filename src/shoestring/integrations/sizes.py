@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import math
 from bisect import bisect
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 from ..memory.device import device_timeline
@@ -20,6 +22,7 @@ from ..memory.items import leaves, part, read, write
 from ..memory.reserved import Reserved, reserved
 from ..planning.margin import Margin
 from ..planning.planner import MARGIN, Planner
+from ..planning.ranks import Ranks
 from ..planning.search import Candidate
 from ..planning.settings import Setting
 from ..step.trace_step import capture_step
@@ -30,11 +33,15 @@ from .configurations import Configured, loss_of
 
 FEW, MORE = 2, 4
 """Layers that are traced in place of all."""
+IN_FLIGHT = (4, 6)
+"""Under `fsdp`, which has three of them in flight at once."""
 _PHASES = ("forward", "backward", "optimizer")
 _MOST_SETTINGS, _MOST_TRACED = 64, 4
 """Settings beside schedules that are estimated, and those of them that are traced."""
 _MOST_POINTS = 12
 """Schedules between the plain step and the smallest."""
+_LEAST = 3
+"""Plans of least memory that are compared on a large batch."""
 _MOST_LENGTHS, _MOST_SIZE = 3, 10**9
 """Sizes traced beyond the first ones, where memory grows faster than by a line."""
 
@@ -78,11 +85,23 @@ class _Line:
 class Sizes:
     """Plans for one configuration, from the plain step to the smallest."""
 
-    def __init__(self, model: Configured, optimizer: str, allow: str | None = "lossless") -> None:
-        self.model, self.optimizer, self._allow = model, optimizer, allow
+    def __init__(
+        self,
+        model: Configured,
+        optimizer: str,
+        allow: str | None = "lossless",
+        ranks: Ranks | None = None,
+    ) -> None:
+        self.ranks = ranks or Ranks(1, "ddp")
+        """Each has a part of the batch: sizes are those of a rank."""
+        if model.batch < self.ranks.count:
+            model = model.sized(batch=self.ranks.count)
+        self.model = model.sized(batch=-(-model.batch // self.ranks.count))
+        self.optimizer, self._allow = optimizer, allow
         depth = model.depth
-        self._layers: tuple[int, ...] = (FEW, MORE) if depth and depth > MORE + 1 else ()
-        self._more = (depth or 0) - FEW if self._layers else 0
+        few, more = IN_FLIGHT if self.ranks.sharding == "fsdp" else (FEW, MORE)
+        self._layers: tuple[int, ...] = (few, more) if depth and depth > more + 1 else ()
+        self._more, self._apart = (depth or 0) - few if self._layers else 0, more - few
         self._known: dict[tuple[str, bool], int] = {}
         self._lines: dict[tuple[str, int, int], _Line] = {}
         self._by_size: dict[str, dict[int, float]] = {}
@@ -92,6 +111,8 @@ class Sizes:
     def choose(self, room_bytes: float) -> Chosen | None:
         """The fastest plan whose own step fits, traced with all layers."""
         ways = [(p.captured_slower, p.captured_bytes, True, p) for p in self.front]
+        if self.ranks.count > 1:  # collectives are not captured
+            ways = []
         ways += [(p.eager_slower, p.eager_bytes, False, p) for p in self.front]
         for slower, nbytes, captured, point in sorted(ways, key=lambda way: way[:3]):
             if nbytes > room_bytes:
@@ -116,8 +137,11 @@ class Sizes:
     def margin(self) -> Margin:
         """Of all layers."""
         known = [planner.margin.known_bytes for planner in self._planners]
-        each = (known[-1] - known[0]) / (MORE - FEW) if self._layers else 0.0
-        return Margin(MARGIN["cuda"], int(known[0] + self._more * each))
+        each = (known[-1] - known[0]) / self._apart if self._layers else 0.0
+        whole = known[0] + self._more * each
+        if self.ranks.sharding == "fsdp":
+            whole /= self.ranks.count
+        return Margin(MARGIN["cuda"], int(whole))
 
     # -- sizes of a batch ----------------------------------------------------------------------
 
@@ -128,8 +152,11 @@ class Sizes:
         """
         known = self._by_size.setdefault(name, {})
         if not known:
-            first = self.model.lengths if name == "tokens" else self.model.batches
-            known.update({size: self._sized(name, size) for size in first})
+            model = self.model
+            first = {*(model.lengths if name == "tokens" else model.batches)}
+            if name == "batch" or model.batch == 1:  # where all layers were traced
+                first.add(model.batch if name == "batch" else model.tokens)
+            known.update({size: self._sized(name, size) for size in sorted(first)})
             for _ in range(_MOST_LENGTHS):
                 far = min(_at(known, most_bytes), self._most_of(name))
                 if far <= max(known):
@@ -155,9 +182,17 @@ class Sizes:
 
     @cached_property
     def _whole(self) -> Plan:
-        """The plan of least memory that runs the batch at once; of the traced layers."""
+        """The plan of least memory that runs a large batch at once; of the traced layers."""
         alone = [p for p in self.front if p.plan.at_once is None]
-        return _stretched(min(alone, key=lambda p: p.eager_bytes).plan, MORE if self._layers else 0)
+        alone.sort(key=lambda p: p.eager_bytes)
+        large = (1, self.model.lengths[-1])
+        if not self.model.has_context:
+            large = (self.model.batches[-1], self.model.tokens)
+        few = [self._for_traced(p.plan) for p in alone[:_LEAST]]
+        return min(few, key=lambda plan: self._line(plan, *large).eager(self._more))
+
+    def _for_traced(self, plan: Plan) -> Plan:
+        return _repeated(plan, self._layers[-1]) if self._layers else plan
 
     # -- plans ---------------------------------------------------------------------------------
 
@@ -165,7 +200,7 @@ class Sizes:
     def front(self) -> list[Point]:
         """From the plain step to the smallest, for all layers."""
         last = self._planners[-1]
-        mildest = last._settings(last.allowed)[0]
+        mildest = self._settings[0]
         fronts = [_spread(_schedules(planner, mildest), _MOST_POINTS) for planner in self._planners]
         plain = [self._point(Plan(), 1.0, self._plain_captured())]
         kept = Candidate(mildest, None, 0, 0.0, last.estimates.passes)
@@ -184,7 +219,7 @@ class Sizes:
     ) -> Point:
         eager, captured = self._slower(candidate, fronts)
         return Point(
-            self._for_all(candidate.plan),
+            self._for_all(candidate.plan, spread=True),
             low.eager_bytes + share * (high.eager_bytes - low.eager_bytes),
             low.captured_bytes + share * (high.captured_bytes - low.captured_bytes),
             eager,
@@ -208,17 +243,33 @@ class Sizes:
     def _with_offers(self, fronts: list[list[Candidate]]) -> list[Point]:
         """Of every other lossless setting, microbatches and the like, what is worth having."""
         last = self._planners[-1]
-        some = last._settings(last.allowed)[1:]
+        some = self._settings[1:]
         known: list[Candidate] = []
         for setting in [s for s in some if s.offers][:_MOST_SETTINGS]:
             if found := last.estimates.front(setting):
-                known.append(min(found, key=lambda c: c.peak_bytes))
+                least = min(found, key=lambda c: c.peak_bytes)
+                fewest = last.estimates.least(setting)
+                known.append(
+                    least if fewest is None else replace(fewest, peak_bytes=least.peak_bytes)
+                )
                 known.append(min(found, key=lambda c: c.seconds))
         best: list[Candidate] = []
         for candidate in sorted(known, key=lambda c: (c.seconds, c.peak_bytes)):
             if not best or candidate.peak_bytes < best[-1].peak_bytes:
                 best.append(candidate)
         return [self._as_point(candidate, fronts) for candidate in _spread(best, _MOST_TRACED)]
+
+    @cached_property
+    def _settings(self) -> list[Setting]:
+        """What may be tried, the mildest first."""
+        last = self._planners[-1]
+        every = last._settings(last.allowed)
+        if self.ranks.count == 1:
+            return every
+        model, optimizer = last.context.model, last.context.optimizer
+        if (why := self.ranks.refuses(Plan(), model, optimizer)) is not None:
+            raise why
+        return [s for s in every if self.ranks.refuses(s.plan(), model, optimizer) is None]
 
     # -- seconds -------------------------------------------------------------------------------
 
@@ -244,7 +295,7 @@ class Sizes:
     def _over_all(self, seconds: list[float]) -> float:
         if not self._layers:
             return seconds[0]
-        return seconds[0] + (seconds[1] - seconds[0]) / (MORE - FEW) * self._more
+        return seconds[0] + (seconds[1] - seconds[0]) / self._apart * self._more
 
     # -- traces --------------------------------------------------------------------------------
 
@@ -262,10 +313,11 @@ class Sizes:
 
     def _traced(self, plan: Plan, model: Any, data: Any, *, captured: bool = False) -> Trace:
         with peak_only():
-            return capture_step(
+            trace = capture_step(
                 plan, model, data, loss=loss_of, optimizer=self.optimizer, device="cuda",
                 captured=captured,
             )  # fmt: skip
+        return self.ranks.of_one(trace, plan, model, data)
 
     def _line(self, plan: Plan, batch: int, tokens: int) -> _Line:
         key = (str(plan.to_dict()), batch, tokens)
@@ -278,19 +330,21 @@ class Sizes:
         data = (sized.with_layers(1) if self._layers else sized).build()[1]
         found = []
         for model, layers in zip(self._built, self._layers or (None,), strict=True):
-            scaled = plan if layers is None else _stretched(plan, layers)
+            scaled = plan if layers is None else _repeated(plan, layers)
             found.append(self._traced(scaled, model, data))
         phases = [_by_phase(trace) for trace in found]
         live, taken = int(max(phases[-1].values())), reserved(found[-1])
         beside = Reserved(taken.eager_bytes - live, taken.captured_bytes - live)
         if len(found) == 1:
             return _Line(phases[0], dict.fromkeys(_PHASES, 0.0), beside)
-        each = {p: (phases[1][p] - phases[0][p]) / (MORE - FEW) for p in _PHASES}
+        each = {p: (phases[1][p] - phases[0][p]) / self._apart for p in _PHASES}
         return _Line(phases[0], each, beside)
 
-    def _for_all(self, plan: Plan) -> Plan:
+    def _for_all(self, plan: Plan, *, spread: bool = False) -> Plan:
         """The plan of the traced layers, for all of them."""
-        return _stretched(plan, self._more + FEW) if self._layers else plan
+        if not self._layers:
+            return plan
+        return (_stretched if spread else _repeated)(plan, self._more + self._layers[0])
 
     @cached_property
     def _built(self) -> list[Any]:
@@ -311,9 +365,14 @@ class Sizes:
 
 
 def _schedules(planner: Planner, setting: Setting) -> list[Candidate]:
-    """From the most memory to the least."""
-    front = [c for c in planner.estimates.front(setting) if c.scheduled is not None]
-    return sorted(front, key=lambda c: -c.peak_bytes)
+    """From the most memory to the least, by activations alone: ranks share the rest."""
+    estimates: Any = planner.estimates
+    scheduler = estimates._passes(setting).scheduler
+    if scheduler is None:
+        return []
+    found = scheduler.front(estimates._conditions(setting).of_activations)
+    front = [estimates._candidate(setting, one) for one in found]
+    return sorted((c for c in front if c.scheduled is not None), key=lambda c: -c.peak_bytes)
 
 
 def _spread(candidates: list[Candidate], most: int) -> list[Candidate]:
@@ -345,6 +404,7 @@ def _expected(known: dict[int, float], size: int) -> float:
 def _at(known: dict[int, float], room: float) -> int:
     """The largest size that fits, on lines between those that are known; 0 for none."""
     sizes = sorted(known)
+    known = dict(zip(sizes, accumulate((known[size] for size in sizes), max), strict=True))
     over = next((n for n, size in enumerate(sizes) if known[size] > room), len(sizes) - 1)
     low, high = sizes[max(over, 1) - 1], sizes[max(over, 1)]
     each = (known[high] - known[low]) / (high - low)
@@ -372,15 +432,28 @@ def _blocks(plan: Plan) -> int:
 
 def _stretched(plan: Plan, blocks: int) -> Plan:
     """A plan by block for another number of blocks: each block as the one at its place."""
+    return _placed(plan, blocks, lambda n, known: n * known // blocks)
+
+
+def _repeated(plan: Plan, blocks: int) -> Plan:
+    """The same where the ends stay what they are: the last block is never recomputed, say."""
+
+    def place(n: int, known: int) -> int:
+        if n == 0 or n == blocks - 1 or known < 3:
+            return 0 if n == 0 else known - 1 if n == blocks - 1 else 0
+        return 1 + (n - 1) * (known - 2) // (blocks - 2)
+
+    return _placed(plan, blocks, place)
+
+
+def _placed(plan: Plan, blocks: int, place: Callable[[int, int], int]) -> Plan:
     changed: dict[str, Any] = {}
     for name, settings in plan.to_dict().items():
         if "schedule" in settings and blocks:
             items = read(settings["schedule"])
             known = sum(leaves(item) for item in items)
-            every = [
-                part(items, n * known // blocks, n * known // blocks + 1)[0] for n in range(blocks)
-            ]
+            at = [place(n, known) for n in range(blocks)]
             settings = {k: v for k, v in settings.items() if k != "blocks"}
-            settings["schedule"] = list(write(every))
+            settings["schedule"] = list(write([part(items, n, n + 1)[0] for n in at]))
         changed[name] = settings
     return Plan.from_dict(changed)

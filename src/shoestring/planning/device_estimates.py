@@ -42,6 +42,7 @@ class DeviceEstimates:
         }
         self.room_bytes: int | None = None
         """What a captured step may reserve; more, and it is taken to run eagerly."""
+        self.captures = True
 
     @property
     def passes(self) -> Work:
@@ -147,7 +148,7 @@ class DeviceEstimates:
 
     def _capturable(self, setting: Setting) -> bool:
         """On CUDA, whether the update can be part of a graph."""
-        if self.context.device != "cuda":
+        if self.context.device != "cuda" or not self.captures:
             return False
         known = any(t.updates_on_device for t in setting.techniques)
         return known or self.context.trace.capturable

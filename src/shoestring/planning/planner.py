@@ -40,6 +40,7 @@ from .cost import IDEAL, NOMINAL, Costs, costs_of
 from .device_estimates import DeviceEstimates
 from .fundamental import FundamentalEstimates
 from .margin import Margin
+from .ranks import Ranks, plan_for_ranks
 from .reasons import choices
 from .result import BudgetPlan, FrontPoint
 from .search import Candidate, Found, budget_error, pareto, search, smallest
@@ -66,6 +67,8 @@ def plan(
     device: str | None = None,
     budget_of: Literal["reserved", "allocated"] = "reserved",
     batches: Iterable[Any] | None = None,
+    ranks: int = 1,
+    sharding: Literal["ddp", "fsdp"] = "ddp",
 ) -> BudgetPlan:
     """Find the plan of least predicted time that fits the budget, lossless if there is one.
 
@@ -91,6 +94,8 @@ def plan(
             from the card, "allocated" what tensors use of that.
         batches: Others that are trained on, such as a data loader, which is read to its end: the
             plan holds for all of them.
+        ranks: Processes that share every batch; the budget is that of each.
+        sharding: As for `parallel` of `apply`: "ddp", or "fsdp" to split the model, too.
 
     Returns:
         A `BudgetPlan`: techniques, what is predicted with and without them, and why.
@@ -102,7 +107,12 @@ def plan(
         >>> plan = ss.plan(model, batch, loss=loss, optimizer="adamw", budget="8 GB")
     """
     budget_bytes = parse_size(budget)
+    shared = Ranks(ranks, sharding)
     if batches is not None:
+        if ranks > 1:
+            raise InputError(
+                "batches= is for one rank", hint="give the largest batch to plan(…, ranks=…)"
+            )
         given: dict[str, Any] = {
             "loss": loss, "optimizer": optimizer, "allow": allow, "accounting": accounting,
             "device": device, "budget_of": budget_of,
@@ -115,16 +125,20 @@ def plan(
             ),
             budget_bytes,
         )
+    if ranks > 1 and accounting != "device":
+        raise InputError("several ranks have devices", hint="accounting='device'")
     try:
         planner = Planner(
-            model, batch, loss=loss, optimizer=optimizer, allow=allow, accounting=accounting,
-            device=device, budget_of=budget_of,
+            model, shared.share(batch) if ranks > 1 else batch, loss=loss, optimizer=optimizer,
+            allow=allow, accounting=accounting, device=device, budget_of=budget_of,
         )  # fmt: skip
+        if ranks > 1:
+            return plan_for_ranks(planner, shared, budget_bytes, loss)
         return planner.plan(budget_bytes)
     except Exception as error:
         because = untraced(error)
         here = next(model.parameters()).device.type if because is not None else ""
-        if because is None or accounting != "device" or device not in (None, here):
+        if because is None or accounting != "device" or device not in (None, here) or ranks > 1:
             raise
         return plan_by_running(
             model, batch, loss=loss, optimizer=optimizer, budget_bytes=budget_bytes,

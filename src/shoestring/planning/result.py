@@ -64,6 +64,9 @@ class BudgetPlan(Plan):
     """From the least memory to the least time."""
     rates: Mapping[str, Any] = field(default_factory=dict)
     """How fast the device was taken to be: the same rates give the same plan."""
+    ranks: int = 1
+    """Processes that share a step; `predicted` and `plain` are of one, the time without sending."""
+    sharding: str = ""
     by_running: str = ""
     """Why the model cannot be traced, where the plan was run and measured instead: `predicted` and
     `plain` are then what steps took."""
@@ -100,6 +103,8 @@ class BudgetPlan(Plan):
             "front": [point.as_dict() for point in self.front],
             "rates": dict(self.rates),
             "by_running": self.by_running,
+            "ranks": self.ranks,
+            "sharding": self.sharding,
         }
 
     def _summary(self) -> list[str]:
@@ -113,6 +118,7 @@ class BudgetPlan(Plan):
             ]
         seconds, flops = _number(predicted.seconds), _number(predicted.flops)
         of = "" if predicted.accounting == "fundamental" else f" on {predicted.device}"
+        of += f", each of {self.ranks} ranks, {self.sharding}" if self.ranks > 1 else ""
         return [
             f"{self.kind}, for {format_size(self.budget_bytes)}: "
             f"predicted {format_size(predicted.peak_bytes)}{_scratch(predicted)} "

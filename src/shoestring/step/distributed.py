@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import InputError
 from ..memory.live.measure import Measurement
+from ..memory.sharded import BUCKET_BYTES
 from ..techniques.base import Setup, Technique
 from ..techniques.plan import Plan
 from ..techniques.splitting.find import tested_units
@@ -32,9 +33,6 @@ from .step import Step
 
 if TYPE_CHECKING:
     from .sharding import Sharding
-
-BUCKET_BYTES = 2**20
-"""Smaller gradients are packed into one message of about this size; larger ones go as they are."""
 
 
 class Reduction:

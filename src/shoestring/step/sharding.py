@@ -48,7 +48,7 @@ def check_sharding(setup: Setup, plan: Plan) -> None:
                 hint=f"make {name} a tensor of one element, or parallel='ddp'",
             )
     owner: dict[nn.Parameter, tuple[str, ...]] = {}
-    units = _units(setup.model, plan)
+    units = gathered_units(setup.model, plan)
     for path, module in setup.model.named_modules(remove_duplicate=False):
         unit = next((u for u in units if any(_within(path, p) for p in u)), _OUTSIDE)
         for parameter in module.parameters(recurse=False):
@@ -68,7 +68,7 @@ def _within(path: str, block: str) -> bool:
     return path == block or path.startswith(f"{block}.")
 
 
-def _units(model: nn.Module, plan: Plan) -> list[tuple[str, ...]]:
+def gathered_units(model: nn.Module, plan: Plan) -> list[tuple[str, ...]]:
     """The blocks that are gathered together: those that are recomputed together."""
     found = (technique.gathered(model) for technique in plan.techniques)
     alone: list[tuple[str, ...]] = [(path,) for path in block_paths(model)]
@@ -120,7 +120,7 @@ class Sharding:
             "ignored_params": set(self.replicated),
         }
         keep = any(technique.keeps_gathered for technique in plan.techniques)
-        for unit in _units(setup.model, plan):
+        for unit in gathered_units(setup.model, plan):
             modules = [setup.model.get_submodule(path) for path in unit]
             fully_shard(modules, reshard_after_forward=not keep, **settings)
         fully_shard(setup.model, **settings)
