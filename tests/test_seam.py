@@ -23,6 +23,7 @@ OURS = (
     "chunked_loss",
     "optimizer_state",
     "gradient_release",
+    "offload",
 )
 
 

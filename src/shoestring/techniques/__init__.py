@@ -6,6 +6,7 @@ from .chunked_loss import ChunkedLoss
 from .fused_update import FusedUpdate
 from .gradient_release import GradientRelease
 from .microbatching import Microbatching
+from .offload import Offload
 from .optimizer_state import OptimizerState
 from .precision import Precision
 from .registry import register, registered
@@ -17,6 +18,7 @@ __all__ = [
     "FusedUpdate",
     "GradientRelease",
     "Microbatching",
+    "Offload",
     "OptimizerState",
     "Precision",
     "Sparsity",

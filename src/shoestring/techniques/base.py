@@ -115,6 +115,8 @@ class Setup:
     """The update reads nothing back to the host, whatever the optimizer does by itself."""
     rates_on_device: Callable[[], bool] = lambda: False
     """Whether the update takes learning rates as tensors, so that a graph follows a schedule."""
+    not_captured: str = ""
+    """Why a technique keeps the step from being one CUDA graph; "" where none does."""
     loss: Callable[[nn.Module, Any], torch.Tensor] | None = None
     """The user's own, (model, batch) → loss; `run` is what the step makes of it."""
     wrapper: Any = None
@@ -167,6 +169,8 @@ class Technique:
     """Its update takes tensor after tensor, also on CUDA, where optimizers take all together."""
     updates_on_device: ClassVar[bool] = False
     """Its update reads nothing back to the host, so that the step can be one CUDA graph."""
+    runs_eagerly: ClassVar[bool] = False
+    """With it a step on CUDA cannot be one graph."""
     state_first: ClassVar[bool] = False
     """The optimizer's state is there before the first pass, not made by the first update."""
     stores_weights: ClassVar[bool] = False
