@@ -24,6 +24,7 @@ OURS = (
     "optimizer_state",
     "gradient_release",
     "offload",
+    "activation_bits",
 )
 
 

@@ -31,6 +31,7 @@ from .step.profiling import profile
 from .step.shares import Parallel
 from .step.step import Step
 from .techniques import (
+    ActivationBits,
     Checkpointing,
     ChunkedLoss,
     FusedUpdate,
@@ -50,6 +51,7 @@ from .verification.verify import verify
 from .version import __version__
 
 __all__ = [
+    "ActivationBits",
     "BudgetError",
     "BudgetPlan",
     "BudgetWarning",

@@ -27,6 +27,7 @@ NEW: dict[str, Technique] = {
     "4-bit state": ss.OptimizerState(4, smallest=1),
     "released": ss.GradientRelease(),
     "on the host": ss.Offload(smallest=1),
+    "4-bit activations": ss.ActivationBits(4, smallest=1),
 }
 OTHERS: dict[str, Technique] = {
     "density 0.3": ss.Sparsity(0.3),

@@ -1,5 +1,6 @@
 """Techniques: each a frozen setting that transforms a trace and a training step."""
 
+from .activation_bits import ActivationBits
 from .base import Technique
 from .checkpointing import Checkpointing
 from .chunked_loss import ChunkedLoss
@@ -13,6 +14,7 @@ from .registry import register, registered
 from .sparsity import Sparsity
 
 __all__ = [
+    "ActivationBits",
     "Checkpointing",
     "ChunkedLoss",
     "FusedUpdate",

@@ -179,6 +179,9 @@ class Technique:
     """A trace of the passes needs the optimizer that trains."""
     moves_elements: ClassVar[bool] = False
     """Between updates elements of a parameter, and of state of its shape, change their places."""
+    rounds_saved: ClassVar[bool] = False
+    """It rounds what is saved for backward at random: others that change what is saved are proven
+    in the plan without it."""
     proof: ClassVar[Literal["without", "alone"] | None] = None
     """How a lossless one is proven beside lossy ones: the plan without it, or it alone."""
     suspects: ClassVar[Mapping[str, str]] = {}
