@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection
+from dataclasses import replace
 from functools import cached_property
 
 from ..errors import InputError, TraceError
@@ -65,7 +66,14 @@ class DeviceEstimates:
 
     def update(self, setting: Setting) -> Update:
         """What is resident with a setting, and what the update takes."""
-        return self._update(tuple(t for t in setting.techniques if t.changes_update))
+        techniques = tuple(t for t in setting.techniques if t.changes_update)
+        now = self._update(techniques)
+        for technique in techniques if setting.scales.parts > 1 else ():
+            folds = technique.folds_parts(self.context.optimizer)
+            if technique.updates_in_backward and not folds:  # gradients wait for the last part
+                others = self._update(tuple(t for t in techniques if t is not technique))
+                now = replace(now, gradient_bytes=others.gradient_bytes)
+        return now
 
     def _update(self, techniques: tuple[Technique, ...]) -> Update:
         if techniques not in self._updates:

@@ -100,6 +100,12 @@ class Setup:
     """Called when the gradients of all parts are there, before they are clipped."""
     gradients_gone: str = ""
     """Why gradients do not wait for the update (the backward pass makes it); "" where they do."""
+    clips: bool = False
+    """Whoever updates in the backward pass clips there, as `clip` says."""
+    clip: Any = None
+    """The step's `Clip`: a norm, or a value, for each update; None for neither."""
+    norm: torch.Tensor | None = None
+    """Of the gradients of this update before they were clipped, where `clips` found it."""
     after_update: list[Callable[[], object]] = field(default_factory=list)
     """Called after every update; True says that parameters or buffers were replaced."""
     state: dict[str, HasState] = field(default_factory=dict)
@@ -358,6 +364,10 @@ class Technique:
     def scheduler(cls, context: Context) -> Scheduler | None:
         """Of the technique that fills the room a plan leaves: finds its settings by bytes."""
         return None
+
+    def folds_parts(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Of one that updates in the backward pass: gradients of parts before the last go, too."""
+        return False
 
     def estimate_update(self, updates: Updates) -> Update | None:
         """What the update takes, where that needs no trace."""
