@@ -31,11 +31,13 @@ from .step.profiling import profile
 from .step.shares import Parallel
 from .step.step import Step
 from .techniques import (
+    ActivationBits,
     Checkpointing,
     ChunkedLoss,
     FusedUpdate,
     GradientRelease,
     Microbatching,
+    Offload,
     OptimizerState,
     Precision,
     Sparsity,
@@ -49,6 +51,7 @@ from .verification.verify import verify
 from .version import __version__
 
 __all__ = [
+    "ActivationBits",
     "BudgetError",
     "BudgetPlan",
     "BudgetWarning",
@@ -71,6 +74,7 @@ __all__ = [
     "MemoryProfile",
     "Microbatching",
     "NoEffectWarning",
+    "Offload",
     "OptimizerState",
     "Parallel",
     "Plan",
