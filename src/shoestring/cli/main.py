@@ -95,6 +95,9 @@ def profile(
     lora: Lora = None,
     quantize: Quantize = None,
     dtype: Dtype = None,
+    svg: Annotated[
+        str | None, typer.Option(help="Draw memory over the step, by role, as SVG.")
+    ] = None,
     html: Annotated[
         str | None, typer.Option(help="Also write a page with the timeline of the step.")
     ] = None,
@@ -137,6 +140,8 @@ def profile(
         from ..lab.study.page import write_profile
 
         write_profile(html, settings, result)
+    if svg is not None:
+        result.plot(svg)
     if trace is not None:
         from ..files import write
         from ..memory.timeline import perfetto
@@ -277,6 +282,9 @@ def plan(
     plot: Annotated[
         str | None, typer.Option(help="Picture of the front; front.png with --front alone.")
     ] = None,
+    svg: Annotated[
+        str | None, typer.Option(help="Draw memory over the step, plain and planned, as SVG.")
+    ] = None,
     out: Annotated[
         str | None, typer.Option("--out", "-o", help="File for the plan, TOML or JSON.")
     ] = None,
@@ -317,6 +325,8 @@ def plan(
         result = planner.plan(budget_bytes)
     if out is not None:
         result.save(out)
+    if svg is not None:
+        result.plot(svg)
     if as_json:
         shown = result.as_dict()
         whole = {"front": [p.as_dict() for p in points]} if points else {}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
 from typing import Any
 
 from ..errors import InputError, UnknownOperationWarning
@@ -13,6 +15,7 @@ from ..units import format_flops, format_size
 from .device import device_timeline
 from .fundamental import fundamental_timeline
 from .nodes import dense_flops, forward_graph
+from .picture import Picture, draw_timeline
 from .schedule import Kind, recompute_flops, schedule
 from .timeline import Timeline
 
@@ -75,6 +78,30 @@ class MemoryProfile:
             "modules": dict(self.bytes_by_module),
             "warnings": list(self.warnings),
         }
+
+    def plot(self, file: str | Path | None = None) -> Picture:
+        """Draw the live bytes of the step by role; `file` also writes it, as SVG.
+
+        Args:
+            file: Name of an SVG file to write.
+
+        Returns:
+            The picture, which a notebook shows.
+
+        Example:
+            >>> ss.profile(model, batch, loss=loss, optimizer="sgd").plot("memory.svg")
+        """
+        of = f" on {self.device}" if self.accounting == "device" else ""
+        picture = draw_timeline(
+            self.timeline,
+            f"Predicted memory of one step{of}: peak {format_size(self.peak_bytes)}",
+        )
+        if file is not None:
+            picture.save(file)
+        return picture
+
+    def _repr_html_(self) -> str:
+        return f"{self.plot().svg}<p>{escape(str(self))}</p>"
 
     def __str__(self) -> str:
         roles = self.bytes_by_role

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -27,6 +27,9 @@ class Prediction:
     """Whether the step is taken to run as one CUDA graph."""
     graph_bytes: int = 0
     """What would be reserved if it did; 0 where it cannot, or is not asked."""
+
+    curve: tuple[int, ...] = field(default=(), compare=False, repr=False)
+    """Live bytes from the start of the step to its end, thinned, for pictures."""
 
     @property
     def needed_bytes(self) -> int:
