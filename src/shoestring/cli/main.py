@@ -20,7 +20,9 @@ from ..progress import working
 from ..torch_private.fake_tensors import LOGGER
 from ..units import format_count, format_flops, format_size
 from ..version import __version__
+from . import doctor as doctor
 from . import fit_verbs as fit_verbs
+from . import next_command as next_command
 from . import study_verbs as study_verbs
 from . import train_verbs as train_verbs
 from .options import (
@@ -42,12 +44,27 @@ from .options import (
 )
 
 app = typer.Typer(
-    add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
     help="Train neural networks in a small, known amount of memory.",
-    epilog="Example: `shoestring profile wrn-28-2 --precision fp16 --checkpoint 'residual-2*'`",
+    epilog="""Start with:
+
+`shoestring profile wrn-28-2`
+
+`shoestring plan wrn-28-2 --budget '120 MB' -o plan.toml`
+
+`shoestring verify wrn-10-1 --checkpoint 'residual-2*'`
+
+`shoestring doctor`
+""",
+)
+SEE, FIT, TRAIN, STUDY, HERE = (
+    "See where memory goes",
+    "Fit a budget or a card",
+    "Train",
+    "Run studies",
+    "This machine",
 )
 
 
@@ -67,6 +84,7 @@ def _root(
 
 
 @app.command(
+    rich_help_panel=SEE,
     epilog="""Examples:
 
 `shoestring profile wrn-28-2`
@@ -74,7 +92,7 @@ def _root(
 `shoestring profile wrn-28-2 --density 0.3 --precision fp16 --microbatch 10 --checkpoint no-bn`
 
 `shoestring profile mypackage.models:build --input 8x3x224x224 --accounting device --device cuda`
-"""
+""",
 )
 @with_technique_flags
 def profile(
@@ -151,9 +169,15 @@ def profile(
         typer.echo(json_line({**settings, **result.as_dict()}))
     else:
         show_profile(settings, chosen.short(), result)
+    shared = {"input": input, "batch": batch, "optimizer": optimizer, "loss": loss, **how}
+    where = device if accounting == "device" else None
+    next_command.say(
+        next_command.after_profile(model, result.peak_bytes, accounting, device=where, **shared)
+    )
 
 
 @app.command(
+    rich_help_panel=FIT,
     epilog="""Examples:
 
 `shoestring verify wrn-10-1 --checkpoint 'residual-2*'`
@@ -161,7 +185,7 @@ def profile(
 `shoestring verify mypackage.models:build --input 8x3x224x224 --plan plan.toml`
 
 `shoestring verify mypackage.models:compiled --against mypackage.models:plain --input 8x64:int64`
-"""
+""",
 )
 @with_technique_flags
 def verify(
@@ -228,9 +252,11 @@ def verify(
     else:
         typer.echo(f"{model} · {target.batch_size} {target.batch_unit} · {name}\n{result}")
     result.check()
+    next_command.say(next_command.after_verify(plan))
 
 
 @app.command(
+    rich_help_panel=FIT,
     epilog="""Examples:
 
 `shoestring plan wrn-28-2 --budget '120 MB' -o plan.toml`
@@ -240,7 +266,7 @@ def verify(
 `shoestring plan mypackage.models:build --input 8x3x224x224 --budget '2 GB' --device cuda --front`
 
 `shoestring plan hf:./llama-8b --tokens 2048 --batch 1 --budget '24 GB' --lora r=16`
-"""
+""",
 )
 def plan(
     model: ModelName,
@@ -333,16 +359,20 @@ def plan(
         typer.echo(json_line({"model": model, **shown, **whole}))
     else:
         typer.echo(str(result))
+    next_command.say(
+        next_command.after_plan(model, out, input=input, optimizer=optimizer, loss=loss)
+    )
 
 
-app.command(epilog=fit_verbs.CARDS_EXAMPLES)(fit_verbs.cards)
-app.command(epilog=fit_verbs.EXPLAIN_EXAMPLES)(fit_verbs.explain)
-app.command(epilog=fit_verbs.CHECK_EXAMPLES)(fit_verbs.check)
-app.command(epilog=train_verbs.TRAIN_EXAMPLES)(train_verbs.train)
-app.command(epilog=train_verbs.TRANSLATE_EXAMPLE)(train_verbs.translate)
-app.command(epilog=train_verbs.PREPARE_EXAMPLE)(train_verbs.prepare)
-app.command(epilog=study_verbs.STUDY_EXAMPLES)(study_verbs.study)
-app.command(epilog=study_verbs.REPORT_EXAMPLES)(study_verbs.report)
+app.command(rich_help_panel=FIT, epilog=fit_verbs.CARDS_EXAMPLES)(fit_verbs.cards)
+app.command(rich_help_panel=SEE, epilog=fit_verbs.EXPLAIN_EXAMPLES)(fit_verbs.explain)
+app.command(rich_help_panel=SEE, epilog=fit_verbs.CHECK_EXAMPLES)(fit_verbs.check)
+app.command(rich_help_panel=TRAIN, epilog=train_verbs.TRAIN_EXAMPLES)(train_verbs.train)
+app.command(rich_help_panel=TRAIN, epilog=train_verbs.TRANSLATE_EXAMPLE)(train_verbs.translate)
+app.command(rich_help_panel=TRAIN, epilog=train_verbs.PREPARE_EXAMPLE)(train_verbs.prepare)
+app.command(rich_help_panel=STUDY, epilog=study_verbs.STUDY_EXAMPLES)(study_verbs.study)
+app.command(rich_help_panel=STUDY, epilog=study_verbs.REPORT_EXAMPLES)(study_verbs.report)
+app.command(rich_help_panel=HERE, epilog=doctor.DOCTOR_EXAMPLES)(doctor.doctor)
 
 
 def show_profile(settings: dict[str, Any], plan: str, result: Any) -> None:
