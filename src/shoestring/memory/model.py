@@ -88,7 +88,7 @@ class MemoryProfile:
         Returns:
             The picture, which a notebook shows.
 
-        Example:
+        Examples:
             >>> ss.profile(model, batch, loss=loss, optimizer="sgd").plot("memory.svg")
         """
         of = f" on {self.device}" if self.accounting == "device" else ""

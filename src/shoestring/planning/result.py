@@ -90,7 +90,7 @@ class BudgetPlan(Plan):
         Returns:
             The picture, which a notebook shows.
 
-        Example:
+        Examples:
             >>> ss.plan(model, batch, loss=loss, optimizer="adamw", budget="8 GB").plot("plan.svg")
         """
         curves = [

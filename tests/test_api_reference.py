@@ -1,0 +1,61 @@
+"""The API reference has every public name, and functions say Args, Returns and Examples."""
+
+import inspect
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import shoestring as ss
+
+ROOT = Path(__file__).parents[1]
+NAMES = re.findall(r"^::: shoestring\.(\w+)$", (ROOT / "docs" / "api.md").read_text(), re.M)
+FUNCTIONS = [n for n in ss.__all__ if inspect.isfunction(getattr(ss, n))]
+
+
+def test_it_has_the_public_names_once_each():
+    assert sorted(NAMES) == sorted(set(ss.__all__) - {"__version__"})
+
+
+def test_there_are_functions():
+    assert {"profile", "measure", "plan", "apply", "fit", "verify"} <= set(FUNCTIONS)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_function_explains_its_arguments_and_shows_an_example(name):
+    function = getattr(ss, name)
+    text = inspect.getdoc(function) or ""
+    sections = dict(
+        re.findall(r"^(Args|Returns|Raises|Examples):\n((?:    .*\n?|\n)+)", text, re.M)
+    )
+    assert {"Args", "Returns", "Examples"} <= set(sections)
+    explained = re.findall(r"^    (\w+):", sections["Args"], re.M)
+    assert explained == list(inspect.signature(function).parameters)
+    assert "ss." in sections["Examples"]
+
+
+@pytest.mark.parametrize("name", [n for n in ss.__all__ if inspect.isclass(getattr(ss, n))])
+def test_a_class_and_its_methods_say_what_they_are(name):
+    kind = getattr(ss, name)
+    assert kind.__doc__ and not kind.__doc__.startswith(f"{name}(")
+    for method, made in vars(kind).items():
+        if inspect.isfunction(made) and not method.startswith("_"):
+            assert made.__doc__, f"{name}.{method}"
+
+
+def test_every_page_is_in_the_navigation():
+    """`make docs` finds the same, with mkdocs; this needs nothing."""
+    listed = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    pages = [p.relative_to(ROOT / "docs").as_posix() for p in (ROOT / "docs").rglob("*.md")]
+    kinds = (ROOT / "src" / "shoestring" / "techniques").glob("*/README.md")
+    pages += [f"techniques/{path.parent.name}.md" for path in kinds]
+    for page in pages:
+        assert re.search(rf"[ :] ?{re.escape(page)}$", listed, re.M), page
+
+
+def test_what_builds_the_site_is_pinned():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    pins = (ROOT / "constraints.txt").read_text()
+    for line in project["optional-dependencies"]["docs"]:
+        assert re.search(rf"^{line.partition('[')[0]}==", pins, re.M), line
