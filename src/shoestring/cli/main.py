@@ -117,7 +117,8 @@ def profile(
         str | None, typer.Option(help="Draw memory over the step, by role, as SVG.")
     ] = None,
     html: Annotated[
-        str | None, typer.Option(help="Also write a page with the timeline of the step.")
+        str | None,
+        typer.Option(help="Also write a page: the step over time, plain beside planned."),
     ] = None,
     trace: Annotated[
         str | None, typer.Option(help="Also write the timeline for Perfetto (ui.perfetto.dev).")
@@ -155,9 +156,21 @@ def profile(
         **{flag.name: techniques.get(flag.name, flag.neutral) for flag in flags().values()},
     }
     if html is not None:
-        from ..lab.study.page import write_profile
+        from ..lab.study.profile_page import write_profile
 
-        write_profile(html, settings, result)
+        plain = None
+        if chosen.techniques:
+            with working(f"tracing {model} without techniques"):
+                whole = resolve(model, input or (), batch=batch, loss=loss, how=how)
+                plain = predict(
+                    whole.model,
+                    whole.batch,
+                    loss=whole.loss,
+                    optimizer=None if name == "none" else name,
+                    accounting=accounting,  # type: ignore[arg-type]
+                    device=device,
+                )
+        write_profile(html, settings, result, plain)
     if svg is not None:
         result.plot(svg)
     if trace is not None:
