@@ -102,7 +102,7 @@ def _package(name: str, extra: str, purpose: str) -> Finding:
 
 
 def doctor(as_json: AsJson = False) -> None:
-    """What is installed, which device predictions use, and what is missing for what."""
+    """Show what is installed, which device predictions use, and what is missing for what."""
     found = findings()
     if as_json:
         typer.echo(json_line([asdict(one) for one in found]))

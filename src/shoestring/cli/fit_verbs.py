@@ -49,7 +49,7 @@ EXPLAIN_EXAMPLES = """Examples:
 Configuration = Annotated[
     str, typer.Argument(help="hf:FOLDER (with config.json), hf:NAME on the hub, or timm:NAME.")
 ]
-Examples = Annotated[int, typer.Option(help="Examples of a step.")]
+Examples = Annotated[int, typer.Option(help="Examples in a step.")]
 Optimizer = Annotated[str, typer.Option(help="adamw, adamw8bit, sgd, …")]
 
 
@@ -61,11 +61,13 @@ def cards(
     lora: Lora = None,
     quantize: Quantize = None,
     dtype: Dtype = None,
-    card: Annotated[list[int] | None, typer.Option(help="Gigabytes of a card; repeatable.")] = None,
-    html: Annotated[str | None, typer.Option(help="Also write a page.")] = None,
+    card: Annotated[
+        list[int] | None, typer.Option(help="Size of a card in GB; repeatable.")
+    ] = None,
+    html: Annotated[str | None, typer.Option(help="Also write the table as an HTML page.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """What fits which card: by which plan, how much slower, how large, how long."""
+    """Show which cards a model trains on, by which plan, how fast, and with which batch."""
     with working(f"sizing {model}"):
         from ..files import write
         from ..integrations.cards import cards as sized
@@ -99,7 +101,7 @@ def explain(
     dtype: Dtype = None,
     as_json: AsJson = False,
 ) -> None:
-    """Which flags move the peak, by how much, and which do nothing."""
+    """Show which flags move the peak, by how much, and which do nothing."""
     with working(f"tracing {model}"):
         from ..integrations.configurations import PREFIXES, Configured
         from ..integrations.explain import explain as explained
@@ -125,11 +127,11 @@ def explain(
 def check(
     file: Annotated[str, typer.Argument(help="TOML, one table a check: model, input, budget, …")],
     update: Annotated[
-        bool, typer.Option("--update", help="Accept the peaks of now as the baseline.")
+        bool, typer.Option("--update", help="Accept today's peaks as the baseline.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Fail where the predicted peak of a model has risen: memory in CI, on a CPU."""
+    """Fail if the predicted peak of a model has risen: a memory test for CI, on a CPU."""
     with working(f"checking {file}"):
         from pathlib import Path
 

@@ -125,7 +125,7 @@ def profile(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Where every byte of a training step goes, before anything is allocated."""
+    """Show where every byte of a training step goes, before anything is allocated."""
     with working(f"tracing {model}"):
         from ..lab.target import at_once, flagged_plan, resolve
         from ..step.profiling import check
@@ -209,20 +209,21 @@ def verify(
     optimizer: OptimizerName = None,
     techniques: dict[str, Any] = {},  # noqa: B006
     loss: LossName = None,
-    steps: Annotated[int, typer.Option(help="Training steps that are compared.")] = 3,
+    steps: Annotated[int, typer.Option(help="How many training steps to compare.")] = 3,
     against: Annotated[
         str | None,
         typer.Option(help="module:factory of a model to compare with, in place of plain training."),
     ] = None,
     near: Annotated[
-        float | None, typer.Option(help="What near may differ by; by default measured.")
+        float | None,
+        typer.Option(help="Largest relative difference of a claim of near; by default measured."),
     ] = None,
     accept: Annotated[
-        list[str] | None, typer.Option(help="Take this row although it is UNPROVEN; repeatable.")
+        list[str] | None, typer.Option(help="Accept this row although it is UNPROVEN; repeatable.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Train by a plan and plainly, side by side: what is lossless, and what the peak is."""
+    """Train two copies, one plainly and one by a plan, and compare them and their peaks."""
     with working(f"verifying {model}"):
         from ..lab.target import resolve
         from ..trace.fakes import make_optimizer
@@ -316,7 +317,7 @@ def plan(
     quantize: Quantize = None,
     dtype: Dtype = None,
     front: Annotated[
-        bool, typer.Option("--front", help="Memory against time of all that is allowed.")
+        bool, typer.Option("--front", help="Show memory against time of all allowed plans.")
     ] = False,
     plot: Annotated[
         str | None, typer.Option(help="Picture of the front; front.png with --front alone.")
@@ -325,11 +326,11 @@ def plan(
         str | None, typer.Option(help="Draw memory over the step, plain and planned, as SVG.")
     ] = None,
     out: Annotated[
-        str | None, typer.Option("--out", "-o", help="File for the plan, TOML or JSON.")
+        str | None, typer.Option("--out", "-o", help="Write the plan to this file, TOML or JSON.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """The fastest training step that fits a budget in bytes, lossless if there is one."""
+    """Find the fastest training step that fits a budget in bytes, lossless if there is one."""
     with working(f"planning {model}"):
         from ..integrations.configurations import PREFIXES
         from ..lab.target import resolve
@@ -432,7 +433,7 @@ def main() -> NoReturn:
     warnings.showwarning = lambda message, category, *_: print(
         f"warning: {message}", file=sys.stderr
     )
-    if isinstance(sys.stdout, TextIOWrapper):  # a path may have bytes that are no text
+    if isinstance(sys.stdout, TextIOWrapper):  # a path may have bytes that are not text
         sys.stdout.reconfigure(errors="backslashreplace")
     # It logs a traceback of its own for every error that is then raised and shown as one line.
     logging.getLogger(LOGGER).setLevel(logging.CRITICAL)

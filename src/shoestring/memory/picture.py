@@ -19,7 +19,7 @@ WIDTH, HEIGHT = 640, 320
 _LEFT, _RIGHT, _TOP, _BOTTOM = 66, 12, 58, 34
 
 MOST_POINTS = 400
-"""A longer timeline is thinned; of neighbours the one with most bytes stays."""
+"""A longer timeline is thinned; of neighbors the one with most bytes stays."""
 
 _STYLE = """
 .shoestring { --paper:#fff; --ink:#1b1f24; --line:#d0d7de; --plain:#8c959f; --planned:#0969da;
@@ -66,7 +66,7 @@ class Curve:
 
 
 def thinned(totals: np.ndarray, most: int = MOST_POINTS) -> tuple[int, ...]:
-    """At most so many values; each is the largest of its neighbours, so the peak stays."""
+    """At most so many values; each is the largest of its neighbors, so the peak stays."""
     parts = np.array_split(totals, most) if len(totals) > most else [totals[i : i + 1]
              for i in range(len(totals))]  # fmt: skip
     return tuple(int(part.max()) for part in parts)
