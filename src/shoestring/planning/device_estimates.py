@@ -40,6 +40,7 @@ class DeviceEstimates:
         self.context, self._costs = context, costs
         self._updates: dict[tuple[Technique, ...], Update] = {}
         self._known_passes: dict[tuple[Technique, ...], _Passes] = {(): _Passes(context)}
+        self._traced: dict[tuple[Technique, ...], Trace] = {}
         self.trained: dict[str, int] = {
             p.name: p.numel * p.dtype.itemsize for p in context.trace.parameters if p.has_gradient
         }
@@ -192,13 +193,20 @@ class DeviceEstimates:
         found = scheduler.best(at, now - missing_bytes)
         return None if found is None else self._candidate(candidate.setting, found)
 
-    def least(self, setting: Setting) -> Candidate | None:
-        """The one of least memory."""
-        scheduler = self._passes(setting).scheduler
-        if not self._of_card or scheduler is None:
+    def least(self, setting: Setting, hardly: float = 0.005) -> Candidate | None:
+        """The one of least memory, or one that takes hardly more and recomputes less.
+
+        `hardly`: so much of all that the step needs is not worth regions within regions.
+        """
+        at, scheduler = self._conditions(setting), self._passes(setting).scheduler
+        if scheduler is None:
             return next(iter(self.front(setting)), None)
-        found = scheduler.front(self._conditions(setting).of_activations)
-        return self._candidate(setting, found[0]) if found else None
+        found = scheduler.front(at.of_activations if self._of_card else at)
+        if not found:
+            return None
+        enough = found[0].peak_bytes + int(hardly * scheduler.least_bytes(at))
+        chosen = [one for one in found if one.peak_bytes <= enough][-1]
+        return self._candidate(setting, chosen)
 
     def around(self, candidate: Candidate) -> list[Candidate]:
         """The fastest for somewhat less and somewhat more memory, by the same setting."""
@@ -225,13 +233,24 @@ class DeviceEstimates:
     def predict(self, candidate: Candidate) -> Prediction | None:
         """The peak of the planned step, run on fake tensors; the time is that of the estimate."""
         try:
-            trace = self._capture(candidate.plan)
+            trace = self._of_passes(candidate.plan)
         except (InputError, TraceError) as error:
             warnings.warn(
                 f"left out, {candidate.plan.short()}: {error}", RuntimeWarning, stacklevel=2
             )
             return None
         return self._predicted(candidate.setting, trace, candidate.work, candidate.plan)
+
+    def _of_passes(self, plan: Plan) -> Trace:
+        """What the passes do, which plans that differ in their update alone have in common."""
+        if any(t.updates_in_backward for t in plan.techniques):
+            return self._capture(plan)
+        others = tuple(t for t in plan.techniques if not t.leaves_passes)
+        if not others:
+            return self.context.trace
+        if others not in self._traced:
+            self._traced = {others: self._capture(Plan(others))}  # the last alone: they are large
+        return self._traced[others]
 
     def _predicted(
         self, setting: Setting, trace: Trace, work: Work, plan: Plan = _PLAIN

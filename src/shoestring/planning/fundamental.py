@@ -139,7 +139,7 @@ class FundamentalEstimates:
         """The fastest that needs so much less, by the same setting."""
         return self.best(candidate.setting, candidate.peak_bytes - missing_bytes)
 
-    def least(self, setting: Setting) -> Candidate | None:
+    def least(self, setting: Setting, hardly: float = 0.0) -> Candidate | None:
         """The one of least memory."""
         return next(iter(self.front(setting)), None)
 

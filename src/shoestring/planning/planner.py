@@ -50,6 +50,8 @@ MARGIN = {"cpu": 0.01, "cuda": 0.04}
 is bounded by rule. On CUDA of what a budget holds beside parameters, state and gradients: what is
 reserved was up to 2.8% above its prediction in 25 measured steps."""
 
+_ABOUT = 0.05
+"""How much above the least memory a plan may be that a hint names."""
 _POINTS = 8
 """Of the front of each kind, predicted by their own steps."""
 
@@ -348,7 +350,7 @@ class Planner:
 
     def _tightest(self, *settings: Setting) -> int | None:
         """Peak of the smallest plan by either, from its own step where that can run."""
-        found = [front[0] for s in settings if (front := self.estimates.front(s))]
+        found = [one for s in settings if (one := self.estimates.least(s, _ABOUT)) is not None]
         if not found:
             return None
         least = min(found, key=lambda c: c.peak_bytes)

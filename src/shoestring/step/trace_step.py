@@ -73,7 +73,7 @@ def capture_step(
         plan, model, batch, loss, optimizer, device, passes, trained, watch, trained_by, size
     )
     known = _captured_needs_more.setdefault(model, {})
-    kind = tuple(technique.name for technique in plan.techniques)
+    kind = tuple(t.name for t in plan.techniques if not (t.revisable or t.leaves_passes))
     made, differs = request.trace(captured=known.get(kind, False))
     if kind not in known and differs:
         captured, _ = request.trace(captured=True)
@@ -89,7 +89,7 @@ def capture_step(
 
 _captured_needs_more: weakref.WeakKeyDictionary[nn.Module, dict[Any, bool]]
 _captured_needs_more = weakref.WeakKeyDictionary()
-"""Models whose captured steps differ from eager ones, by the techniques of the plan."""
+"""Models whose captured steps differ from eager ones, by techniques that change the passes."""
 
 
 @dataclass(frozen=True)

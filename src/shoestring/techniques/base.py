@@ -161,6 +161,8 @@ class Technique:
     """What is resident, or what the update takes, differs with it."""
     changes_passes: ClassVar[bool] = False
     """What forward and backward hold differs with it by more than a factor: they are traced."""
+    leaves_passes: ClassVar[bool] = False
+    """Whether forward and backward run as they would without it."""
     some_tell_all: ClassVar[bool] = True
     """What it changes in an update is in proportion to the tensors' bytes."""
     updates_apart: ClassVar[bool] = False

@@ -51,6 +51,7 @@ class OptimizerState(Technique):
     )
     updates_apart: ClassVar[bool] = True
     updates_on_device: ClassVar[bool] = True
+    leaves_passes: ClassVar[bool] = True
     state_first: ClassVar[bool] = True
 
     bits: int = 8
