@@ -60,7 +60,9 @@ def table_rows(page: Path) -> list[tuple[str, str]]:
         cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
         if "counted here" in cells:
             column = cells.index("counted here")
-        elif match := re.fullmatch(r"`(shoestring profile [^`]*)`", cells[-1]):
+        elif not line.startswith("|"):
+            column = -1
+        elif column >= 0 and (match := re.fullmatch(r"`(shoestring profile [^`]*)`", cells[-1])):
             found.append((cells[column], match[1]))
     return found
 
