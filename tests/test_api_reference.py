@@ -95,3 +95,10 @@ def test_importing_it_imports_nothing_else():
         "shoestring.errors",
         "shoestring.version",
     }
+
+
+def test_the_version_is_the_same_everywhere():
+    cited = re.search(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.M)
+    released = re.search(r"^## (\d\S*) \(", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert cited is not None and released is not None
+    assert cited[1] == released[1] == ss.__version__
