@@ -11,6 +11,7 @@ import typer
 
 from shoestring.cli import doctor, next_command
 from shoestring.cli.main import app
+from shoestring.cli.options import show
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -80,6 +81,14 @@ def test_it_is_said_to_a_person_only(terminal, monkeypatch, capsys):
     next_command.say("shoestring doctor")
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err == "next: shoestring doctor\n" * terminal
+
+
+def test_a_result_has_colors_on_a_terminal_only(monkeypatch, capsys):
+    show("plan: 3 MB\nverified")
+    assert capsys.readouterr().out == "plan: 3 MB\nverified\n"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    show("plan: 3 MB\nNOT verified\n")
+    assert capsys.readouterr().out == "\033[1mplan: 3 MB\033[0m\n\033[31mNOT verified\033[0m\n"
 
 
 def test_doctor_finds_what_is_there_and_names_what_is_not(monkeypatch):

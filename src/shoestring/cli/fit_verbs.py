@@ -20,6 +20,7 @@ from .options import (
     Quantize,
     Tokens,
     json_line,
+    show,
     with_technique_flags,
 )
 
@@ -83,7 +84,7 @@ def cards(
         )  # fmt: skip
         if html is not None:
             write(html, found.html().encode())
-    typer.echo(json_line(found.as_dict()) if as_json else str(found))
+    typer.echo(json_line(found.as_dict())) if as_json else show(str(found))
 
 
 @with_technique_flags
@@ -121,7 +122,7 @@ def explain(
                 target.model, target.batch, loss=target.loss, device=device, techniques=plan,
                 optimizer=optimizer or target.optimizer,
             )  # fmt: skip
-    typer.echo(json_line(found.as_dict()) if as_json else str(found))
+    typer.echo(json_line(found.as_dict())) if as_json else show(str(found))
 
 
 def check(

@@ -36,6 +36,7 @@ from .options import (
     json_line,
     lossy_names,
     planned,
+    show,
     with_technique_flags,
 )
 from .profile_table import show_profile
@@ -261,7 +262,7 @@ def verify(
     if as_json:
         typer.echo(json_line({**settings, **result.as_dict()}))
     else:
-        typer.echo(f"{model} · {target.batch_size} {target.batch_unit} · {name}\n{result}")
+        show(f"{model} · {target.batch_size} {target.batch_unit} · {name}\n{result}")
     result.check()
     next_command.say(next_command.after_verify(plan))
 
@@ -369,7 +370,7 @@ def plan(
         whole = {"front": [p.as_dict() for p in points]} if points else {}
         typer.echo(json_line({"model": model, **shown, **whole}))
     else:
-        typer.echo(str(result))
+        show(str(result))
     next_command.say(
         next_command.after_plan(model, out, input=input, optimizer=optimizer, loss=loss)
     )

@@ -67,6 +67,15 @@ def json_line(value: Any) -> str:
     return json_text(value, ensure_ascii=True)
 
 
+def show(text: str) -> None:
+    """Print a result; on a terminal its first line is bold, and a verdict has a color."""
+    first, _, rest = text.partition("\n")
+    typer.echo(typer.style(first, bold=True))
+    colors = {"verified": "green", "NOT verified": "red"}
+    for line in rest.splitlines():
+        typer.echo(typer.style(line, fg=colors[line]) if line in colors else line)
+
+
 Command = Callable[..., None]
 
 
