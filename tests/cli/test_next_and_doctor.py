@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import typer
+from calling import call
 
 from shoestring.cli import doctor, next_command
 from shoestring.cli.main import app
@@ -89,6 +90,18 @@ def test_a_result_has_colors_on_a_terminal_only(monkeypatch, capsys):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     show("plan: 3 MB\nNOT verified\n")
     assert capsys.readouterr().out == "\033[1mplan: 3 MB\033[0m\n\033[31mNOT verified\033[0m\n"
+
+
+@pytest.mark.parametrize("verb", ["profile", "plan"])
+def test_another_picture_is_refused_before_any_work(verb):
+    budget = ["--budget", "8 MB"] if verb == "plan" else []
+    ran = call(verb, "wrn-10-1", *budget, "--svg", "memory.png")
+    assert ran.status == 2 and "pictures are SVG files, memory.png is not" in ran.err
+
+
+def test_pictures_are_written(tmp_path):
+    ran = call("profile", "wrn-10-0.5", "--batch", "4", "--svg", str(tmp_path / "memory.svg"))
+    assert ran.status == 0 and (tmp_path / "memory.svg").read_text().startswith("<svg ")
 
 
 def test_doctor_finds_what_is_there_and_names_what_is_not(monkeypatch):

@@ -126,11 +126,13 @@ def profile(
     """Show where every byte of a training step goes, before anything is allocated."""
     with working(f"tracing {model}"):
         from ..lab.target import at_once, flagged_plan, resolve
+        from ..memory.picture import check_name
         from ..step.profiling import check
         from ..step.profiling import profile as predict
         from ..techniques.registry import flags
 
         check(accounting, device)
+        check_name(svg)
         chosen = flagged_plan(model, techniques)
         counted = accounting == "fundamental"  # on the part of the batch that runs at once
         plan = chosen if counted else None
@@ -332,12 +334,14 @@ def plan(
     with working(f"planning {model}"):
         from ..integrations.configurations import PREFIXES
         from ..lab.target import resolve
+        from ..memory.picture import check_name
         from ..planning.planner import Planner
         from ..planning.plot import front_table, plot_front
         from ..techniques.plan import check_place
         from ..units import parse_size
 
         budget_bytes = parse_size(budget)
+        check_name(svg)
         if out is not None:
             check_place(out)
         how = {"tokens": tokens, "lora": lora, "quantize": quantize, "dtype": dtype}

@@ -44,8 +44,7 @@ class Picture:
 
     def save(self, file: str | Path) -> None:
         """Write an SVG file."""
-        if Path(file).suffix.lower() != ".svg":
-            raise InputError(f"cannot write the picture {file}", hint="a name such as memory.svg")
+        check_name(file)
         try:
             write(file, self.svg.encode())
         except OSError as error:
@@ -53,6 +52,12 @@ class Picture:
 
     def _repr_html_(self) -> str:
         return self.svg
+
+
+def check_name(file: str | Path | None) -> None:
+    """Refuse another kind of picture, before any work is done for it."""
+    if file is not None and Path(file).suffix.lower() != ".svg":
+        raise InputError(f"pictures are SVG files, {file} is not", hint="a name such as memory.svg")
 
 
 @dataclass(frozen=True)
