@@ -234,6 +234,8 @@ def verify(
 
 `shoestring plan mypackage.models:build --input 8x3x224x224 --budget '2 GB' --device cuda --front`
 
+`shoestring plan wrn-10-1 --budget '60 MB' --prices --html plan.html`
+
 `shoestring plan hf:./llama-8b --tokens 2048 --batch 1 --budget '24 GB' --lora r=16`
 """
 )
@@ -277,6 +279,11 @@ def plan(
     plot: Annotated[
         str | None, typer.Option(help="Picture of the front; front.png with --front alone.")
     ] = None,
+    prices: Annotated[
+        bool,
+        typer.Option("--prices", help="What somewhat less and more memory would cost and buy."),
+    ] = False,
+    html: Annotated[str | None, typer.Option(help="Also write a page, with those prices.")] = None,
     out: Annotated[
         str | None, typer.Option("--out", "-o", help="File for the plan, TOML or JSON.")
     ] = None,
@@ -315,6 +322,13 @@ def plan(
         typer.echo(front_table(points, planner.estimates.plain))
     with working(f"planning {model}"):
         result = planner.plan(budget_bytes)
+        if prices or html is not None:
+            result = planner.priced(result)
+        if html is not None:
+            from ..files import write
+            from ..integrations.pages import plan_page
+
+            write(html, plan_page(model, result).encode())
     if out is not None:
         result.save(out)
     if as_json:
