@@ -57,6 +57,12 @@ def test_prices_are_the_plans_of_those_budgets() -> None:
     assert not ss.plan(model, x, budget="1 GB", **given).prices
 
 
+def test_prices_are_of_one_batch() -> None:
+    model, x, given = network()
+    with pytest.raises(ss.InputError, match="prices are of one batch"):
+        ss.plan(model, x, budget="1 MB", batches=[x], prices=True, **given)
+
+
 @pytest.mark.slow
 def test_too_little_says_what_the_smallest_is() -> None:
     model, x, given = network()

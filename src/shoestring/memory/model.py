@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import InputError, UnknownOperationWarning
+from ..html_table import caption
 from ..trace.graph import Phase, Role, Trace
 from ..units import format_flops, format_size
 from .device import device_timeline
@@ -75,6 +76,15 @@ class MemoryProfile:
             "modules": dict(self.bytes_by_module),
             "warnings": list(self.warnings),
         }
+
+    def _repr_html_(self) -> str:
+        """In a notebook: bytes by role at the peak."""
+        rows = [["at the peak", "bytes", "share"]]
+        for role, size in sorted(self.bytes_by_role.items(), key=lambda item: -item[1]):
+            if size:
+                share = f"{100 * size / self.peak_bytes:.1f}%"
+                rows.append([role.value.replace("_", " "), format_size(size), share])
+        return caption(str(self), rows)
 
     def __str__(self) -> str:
         roles = self.bytes_by_role

@@ -95,7 +95,8 @@ def plan(
             from the card, "allocated" what tensors use of that.
         batches: Others that are trained on, such as a data loader, which is read to its end: the
             plan holds for all of them.
-        prices: Also plan for one and two tenths less and more: what that would cost and buy.
+        prices: Also plan for one and two tenths less and more: what that would cost and buy. Of one
+            batch; none for a model that cannot be traced.
 
     Returns:
         A `BudgetPlan`: techniques, what is predicted with and without them, and why.
@@ -107,6 +108,8 @@ def plan(
         >>> plan = ss.plan(model, batch, loss=loss, optimizer="adamw", budget="8 GB")
     """
     budget_bytes = parse_size(budget)
+    if batches is not None and prices:
+        raise InputError("prices are of one batch", hint="leave out batches, or give the longest")
     if batches is not None:
         given: dict[str, Any] = {
             "loss": loss, "optimizer": optimizer, "allow": allow, "accounting": accounting,

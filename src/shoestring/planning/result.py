@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..html_table import caption
 from ..memory.prediction import Prediction
 from ..techniques.claims import LOSSLESS, LOSSY, NEAR_LOSSLESS
 from ..techniques.plan import Plan
@@ -132,6 +133,14 @@ class BudgetPlan(Plan):
                 f"{format_seconds(predicted.link_seconds)}, {100 * share:.0f}% of it hidden"
             )
         return lines
+
+    def _repr_html_(self) -> str:
+        """In a notebook."""
+        rows = [[c.part, c.setting, c.kind, c.why] for c in self.choices]
+        return caption(
+            " · ".join([self.short(), *self._summary()]),
+            [["technique", "setting", "claim", "why"], *rows],
+        )
 
     def __str__(self) -> str:
         first = f"{self.short()}: {format_size(self.predicted.peak_bytes)}"
