@@ -39,11 +39,13 @@ if TYPE_CHECKING:
     from .step.shares import Parallel
     from .step.step import Step
     from .techniques import (
+        ActivationBits,
         Checkpointing,
         ChunkedLoss,
         FusedUpdate,
         GradientRelease,
         Microbatching,
+        Offload,
         OptimizerState,
         Precision,
         Sparsity,
@@ -56,6 +58,7 @@ if TYPE_CHECKING:
     from .verification.verify import verify
 
 __all__ = [
+    "ActivationBits",
     "BudgetError",
     "BudgetPlan",
     "BudgetWarning",
@@ -78,6 +81,7 @@ __all__ = [
     "MemoryProfile",
     "Microbatching",
     "NoEffectWarning",
+    "Offload",
     "OptimizerState",
     "Parallel",
     "Plan",
@@ -120,11 +124,13 @@ _PLACES = {
     "step.shares": ("Parallel",),
     "step.step": ("Step",),
     "techniques": (
+        "ActivationBits",
         "Checkpointing",
         "ChunkedLoss",
         "FusedUpdate",
         "GradientRelease",
         "Microbatching",
+        "Offload",
         "OptimizerState",
         "Precision",
         "Sparsity",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
@@ -68,7 +69,14 @@ class DeviceEstimates:
 
     def update(self, setting: Setting) -> Update:
         """What is resident with a setting, and what the update takes."""
-        return self._update(tuple(t for t in setting.techniques if t.changes_update))
+        techniques = tuple(t for t in setting.techniques if t.changes_update)
+        now = self._update(techniques)
+        for technique in techniques if setting.scales.parts > 1 else ():
+            folds = technique.folds_parts(self.context.optimizer)
+            if technique.updates_in_backward and not folds:  # gradients wait for the last part
+                others = self._update(tuple(t for t in techniques if t is not technique))
+                now = replace(now, gradient_bytes=others.gradient_bytes)
+        return now
 
     def _update(self, techniques: tuple[Technique, ...]) -> Update:
         if techniques not in self._updates:
@@ -143,15 +151,32 @@ class DeviceEstimates:
         """Of a whole step whose passes over the minibatch take so much work."""
         if captured is None:
             captured = self._capturable(setting)
+        step, update, link, hidden = self._parts(setting, work, captured)
+        return step + update + link - hidden
+
+    def _parts(
+        self, setting: Setting, work: Work, captured: bool
+    ) -> tuple[float, float, float, float]:
+        """Passes, update, the link to the host, and what of that runs under the others.
+
+        Under the update; where updates run in it, under the backward pass of the last part, two
+        thirds of its passes.
+        """
         now, by = self.update(setting), setting.scales
         again = (by.parts - 1) * (2 * now.model_bytes + 3 * now.gradient_bytes)
         passes = work.times(1, by.width, by.parts) + Work(0, again, 0)
         step = self._costs.step_seconds(passes, by.number_type, captured=captured)
-        return step + self._costs.step_seconds(now.work, captured=captured)
+        update = self._costs.step_seconds(now.work, captured=captured)
+        link = now.link_bytes / self._costs.link_bytes_per_second
+        if self.context.device == "cpu":  # a disk is read and written by who computes
+            return step, update, link, 0.0
+        inside = any(t.updates_in_backward for t in setting.techniques)
+        under = update + (step * 2 / 3 / by.parts if inside else 0)
+        return step, update, link, min(link, under)
 
     def _capturable(self, setting: Setting) -> bool:
         """On CUDA, whether the update can be part of a graph."""
-        if self.context.device != "cuda":
+        if self.context.device != "cuda" or any(t.runs_eagerly for t in setting.techniques):
             return False
         known = any(t.updates_on_device for t in setting.techniques)
         return known or self.context.trace.capturable
@@ -277,10 +302,12 @@ class DeviceEstimates:
                 taken = card.captured_bytes
             else:
                 captured = False
-        seconds = self._seconds(setting, work, captured)
+        step, update, link, hidden = self._parts(setting, work, captured)
         return Prediction(
-            peak, "device", device, seconds, int(work.flops), self._costs.source, above, taken,
-            captured, graph, self._curve(totals + state, setting),
+            peak, "device", device, step + update + link - hidden, int(work.flops),
+            self._costs.source, above, taken, captured, graph,
+            self.update(setting).link_bytes, link, hidden,
+            curve=self._curve(totals + state, setting),
         )  # fmt: skip
 
     def _curve(self, passes: np.ndarray, setting: Setting) -> tuple[int, ...]:

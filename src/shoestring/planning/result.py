@@ -153,7 +153,7 @@ class BudgetPlan(Plan):
             ]
         seconds, flops = _number(predicted.seconds), _number(predicted.flops)
         of = "" if predicted.accounting == "fundamental" else f" on {predicted.device}"
-        return [
+        lines = [
             f"{self.kind}, for {format_size(self.budget_bytes)}: "
             f"predicted {format_size(predicted.peak_bytes)}{_scratch(predicted)} "
             f"({predicted.accounting} accounting{of}, {100 * self.margin:.2g}% left free), "
@@ -162,6 +162,13 @@ class BudgetPlan(Plan):
             f"plain; {format_flops(int(flops))}, {_times(flops, plain.flops)} plain "
             f"(time by costs {predicted.costs}{', as one CUDA graph' * predicted.captured})",
         ]
+        if predicted.link_bytes:
+            share = predicted.hidden_seconds / max(predicted.link_seconds, 1e-12)
+            lines.append(
+                f"{format_size(predicted.link_bytes)} come from the host and go back, "
+                f"{format_seconds(predicted.link_seconds)}, {100 * share:.0f}% of it hidden"
+            )
+        return lines
 
     def __str__(self) -> str:
         first = f"{self.short()}: {format_size(self.predicted.peak_bytes)}"

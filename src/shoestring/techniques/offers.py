@@ -160,6 +160,8 @@ class Update:
     passing_bytes: int
     """What the update needs for a moment beside all of the above."""
     work: Work
+    link_bytes: int = 0
+    """What comes from the host and goes back there."""
 
     def toward(self, other: Update, share: float) -> Update:
         """On the line to another; the work is this one's."""

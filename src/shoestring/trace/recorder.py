@@ -48,6 +48,7 @@ from .grouped import grouped_product
 from .losses import is_whole, with_whole_storage
 from .onednn import with_workspace
 from .outside import UNKNOWN
+from .places import bytes_here
 from .statistics import with_wide_statistics
 
 _MASK_MAKERS = ("bernoulli", "bernoulli_")
@@ -122,11 +123,11 @@ class Recorder(TorchDispatchMode):
         index = self._by_address.get(address)
         if index is not None:
             record = self.storages[index]
-            record.nbytes = storage.nbytes()
+            record.nbytes = bytes_here(storage)
             return record
         record = StorageRecord(
             index=len(self.storages),
-            nbytes=storage.nbytes(),
+            nbytes=bytes_here(storage),
             birth=len(self.ops) if self.recording else -1,
             death=None,
             module=self._module_stack[-1] if self._module_stack else "",

@@ -23,6 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...torch_private.trees import tree_flatten, tree_map, tree_unflatten
 from ..draws import observer
+from ..saving import keeps_inputs
 from .caches import refuse_caches
 from .module_state import FirstPass, ModuleState
 
@@ -47,13 +48,14 @@ def region(
         return run(*tree_unflatten(filled, spec))
 
     first = (state or ModuleState([model])).watch()
-    out = checkpoint(
-        rebuilt,
-        *(leaves[i] for i in places),
-        use_reentrant=False,
-        preserve_rng_state=_keeps_state(),
-        context_fn=lambda: (_keeping(kept), Again(model, kept, first)),
-    )
+    with keeps_inputs():
+        out = checkpoint(
+            rebuilt,
+            *(leaves[i] for i in places),
+            use_reentrant=False,
+            preserve_rng_state=_keeps_state(),
+            context_fn=lambda: (_keeping(kept), Again(model, kept, first)),
+        )
     first.done()
     return out
 
