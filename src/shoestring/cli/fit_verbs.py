@@ -6,8 +6,9 @@ from typing import Annotated, Any
 
 import typer
 
-from ..errors import InputError, VerificationError
+from ..errors import BudgetError, InputError, VerificationError
 from ..progress import working
+from ..units import format_size
 from .options import (
     AsJson,
     Batch,
@@ -63,7 +64,7 @@ def cards(
     quantize: Quantize = None,
     dtype: Dtype = None,
     card: Annotated[
-        list[int] | None, typer.Option(help="Size of a card in GB; repeatable.")
+        list[str] | None, typer.Option(help="Size of a card in GB, or its name; repeatable.")
     ] = None,
     html: Annotated[str | None, typer.Option(help="Also write the table as an HTML page.")] = None,
     as_json: AsJson = False,
@@ -149,3 +150,79 @@ def check(
             f"{failed[0].name}: {failed[0].failure}",
             hint="if it is meant: shoestring check --update",
         )
+
+
+class DataSet:
+    """What `plan --data --eval-data` asked for; nothing where neither was given."""
+
+    def __init__(self, model: str, trained: Any, evaluated: Any, eval_batch: int) -> None:
+        self._model, self._trained, self._evaluated = model, trained, evaluated
+        self._eval_batch, self._eval_bytes = eval_batch, 0
+
+    def plan(
+        self, planner: Any, budget_bytes: int, how: dict[str, Any], batch: int | None,
+        optimizer: str, allow: list[str] | None,
+    ) -> Any:  # fmt: skip
+        """The plan for the longest batch, or the examples that are too long."""
+        from ..integrations.configurations import Configured
+        from ..integrations.lengths import check_evaluation, too_long
+        from ..integrations.sizes import Sizes
+
+        given = {key: value for key, value in how.items() if value is not None}
+        try:
+            found = planner.plan(budget_bytes)
+        except BudgetError as error:
+            if self._trained is None:
+                raise
+            kinds = None if allow is None else ",".join(allow)
+            sizes = Sizes(Configured(self._model, batch=batch or 1, **given), optimizer, kinds)
+            raise too_long(error, self._trained, sizes, budget_bytes) from None
+        if self._evaluated is not None:
+            given["tokens"] = self._evaluated.longest
+            asked = Configured(self._model, batch=self._eval_batch, **given)
+            self._eval_bytes = check_evaluation(
+                asked, optimizer, planner.margin.limit(budget_bytes)
+            )
+        return found
+
+    def told(self) -> list[str]:
+        """A line for each."""
+        lines = [] if self._trained is None else [str(self._trained)]
+        if self._evaluated is not None:
+            lines.append(
+                f"{self._evaluated}; {self._eval_batch} at once take "
+                f"{format_size(self._eval_bytes)}"
+            )
+        return lines
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        found: dict[str, Any] = {}
+        for name, held in (("data", self._trained), ("eval_data", self._evaluated)):
+            if held is not None:
+                found[name] = {"examples": len(held.tokens), "longest_tokens": held.longest}
+        if self._evaluated is not None:
+            found["eval_data"] |= {"batch": self._eval_batch, "peak_bytes": self._eval_bytes}
+        return found
+
+
+def data_set(
+    model: str, data: str | None, eval_data: str | None, eval_batch: int, how: dict[str, Any]
+) -> DataSet:
+    """Read the files; the tokens of the plan become those of the longest example."""
+    if data is None and eval_data is None:
+        return DataSet(model, None, None, eval_batch)
+    if not model.startswith("hf:"):
+        raise InputError(
+            f"--data is for hf: models, {model} has no tokens",
+            hint="in Python ss.plan(…, batches=loader) takes any data",
+        )
+    from ..integrations.lengths import Lengths
+
+    trained, evaluated = (
+        None if name is None else Lengths.read(name, model).cut(how["tokens"])
+        for name in (data, eval_data)
+    )
+    if trained is not None:
+        how["tokens"] = trained.longest
+    return DataSet(model, trained, evaluated, eval_batch)

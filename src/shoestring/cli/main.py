@@ -121,6 +121,10 @@ def profile(
     trace: Annotated[
         str | None, typer.Option(help="Also write the timeline for Perfetto (ui.perfetto.dev).")
     ] = None,
+    snapshot: Annotated[
+        str | None,
+        typer.Option(help="Also write a memory snapshot for pytorch.org/memory_viz."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show where every byte of a training step goes, before anything is allocated."""
@@ -178,6 +182,11 @@ def profile(
         from ..memory.timeline import perfetto
 
         write(trace, json_line(perfetto(result.timeline)).encode())
+    if snapshot is not None:
+        from ..files import write
+        from ..memory.snapshot import pickled
+
+        write(snapshot, pickled(result.timeline))
     if as_json:
         typer.echo(json_line({**settings, **result.as_dict()}))
     else:
@@ -316,6 +325,19 @@ def plan(
     lora: Lora = None,
     quantize: Quantize = None,
     dtype: Dtype = None,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            "--data",
+            "--lengths",
+            help="The data of an hf: model: JSON lines (input_ids, length or text), or a number of "
+            "tokens a line. The plan holds for its longest batch.",
+        ),
+    ] = None,
+    eval_data: Annotated[
+        str | None, typer.Option(help="The data set that is evaluated between steps.")
+    ] = None,
+    eval_batch: Annotated[int, typer.Option(help="Examples that are evaluated at once.")] = 8,
     front: Annotated[
         bool, typer.Option("--front", help="Show memory against time of all allowed plans.")
     ] = False,
@@ -345,6 +367,7 @@ def plan(
         if out is not None:
             check_place(out)
         how = {"tokens": tokens, "lora": lora, "quantize": quantize, "dtype": dtype}
+        over = fit_verbs.data_set(model, data, eval_data, eval_batch, how)
         target = resolve(model, input or (), batch=batch, loss=loss, how=how)
         where = "cuda" if model.startswith(PREFIXES) else "cpu"
         name = target.optimizer if optimizer is None else optimizer
@@ -364,7 +387,7 @@ def plan(
     if points and not as_json:
         typer.echo(front_table(points, planner.estimates.plain))
     with working(f"planning {model}"):
-        result = planner.plan(budget_bytes)
+        result = over.plan(planner, budget_bytes, how, batch, name, allow)
     if out is not None:
         result.save(out)
     if svg is not None:
@@ -372,9 +395,9 @@ def plan(
     if as_json:
         shown = result.as_dict()
         whole = {"front": [p.as_dict() for p in points]} if points else {}
-        typer.echo(json_line({"model": model, **shown, **whole}))
+        typer.echo(json_line({"model": model, **shown, **whole, **over.as_dict()}))
     else:
-        show(str(result))
+        show("\n".join([*over.told(), str(result)]))
     next_command.say(
         next_command.after_plan(model, out, input=input, optimizer=optimizer, loss=loss)
     )

@@ -131,13 +131,33 @@ def _fit(facts: dict[str, Any]) -> RecurrentFit:
     return RecurrentFit(facts["widest_small"], tuple(facts["small"]), tuple(facts["large"]))
 
 
-@cache
-def cards() -> tuple[tuple[int, str], ...]:
-    """Gigabytes of the cards people have, from small to large, each with examples.
+@dataclass(frozen=True)
+class Card:
+    """A card as people buy it, and what a process can take of it."""
 
-    As they are sold, 10^9 bytes: what CUDA itself takes, about half a GB, lies in the difference to
-    the GiB that most of them have.
-    """
-    text = files(__package__).joinpath("cards.csv").read_text(encoding="utf-8")
-    rows = csv.DictReader(text.splitlines())
-    return tuple((int(row["gigabytes"]), row["example"]) for row in rows)
+    gigabytes: int
+    """As it is sold."""
+    name: str
+    total_bytes: int
+    """As CUDA reports it."""
+    context_bytes: int
+    """Taken by CUDA itself in a process, beside what PyTorch's allocator reserves."""
+
+    @property
+    def usable_bytes(self) -> int:
+        """What can be reserved at most."""
+        return self.total_bytes - self.context_bytes
+
+
+@cache
+def cards() -> tuple[Card, ...]:
+    """Cards people have, from small to large."""
+    return tuple(
+        Card(
+            int(row["gigabytes"]),
+            row["name"],
+            int(float(row["total_gib"]) * 2**30),
+            int(float(row["context_gib"]) * 2**30),
+        )
+        for row in rows("cards.csv")
+    )

@@ -77,6 +77,27 @@ class Configured:
         """Whether its length can be chosen."""
         return not self._images
 
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """Two that it takes, which tell how its memory grows with tokens."""
+        most = min(self.longest or 8192, 8192)
+        return max(most // 4, 1), max(most, 2)
+
+    @property
+    def batches(self) -> tuple[int, int]:
+        """The same for examples."""
+        return max(self.batch, 4), 4 * max(self.batch, 4)
+
+    @property
+    def longest(self) -> int | None:
+        """Tokens it has positions for; None where they are computed, or there are none."""
+        config = self._configuration
+        if hasattr(config, "rope_parameters"):
+            return None
+        return getattr(config, "max_position_embeddings", None) or getattr(
+            config, "n_positions", None
+        )
+
     @cached_property
     def _configuration(self) -> Any:
         name = self.name.removeprefix("hf:")
@@ -188,9 +209,6 @@ class Configured:
         config, (kind, sees) = self._configuration, self._kind
         own = getattr(config, "dtype", None)
         dtype = DTYPES[self.dtype] if self.dtype else own or torch.float32
-        longest = getattr(config, "max_position_embeddings", None) or getattr(
-            config, "n_positions", None
-        )
         try:
             model = kind._from_config(config, dtype=dtype)
         except Exception as error:
@@ -207,10 +225,10 @@ class Configured:
                 "pixel_values": pixels,
                 "labels": torch.zeros(self.batch, dtype=torch.int64),
             }
-        if longest and self.tokens > longest and not hasattr(config, "rope_parameters"):
+        if self.longest and self.tokens > self.longest:
             raise InputError(
-                f"{self.name} takes {longest} tokens, not {self.tokens}",
-                hint=f"--tokens up to {longest}",
+                f"{self.name} takes {self.longest} tokens, not {self.tokens}",
+                hint=f"--tokens up to {self.longest}",
             )
         words = torch.zeros(self.batch, self.tokens, dtype=torch.int64)
         return model, {"input_ids": words, "labels": words.clone()}

@@ -6,6 +6,7 @@ is spent at one instant, so a flag that frees bytes at another one saves nothing
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import InputError, TraceError
+from ..html_table import caption
 from ..memory.model import MemoryProfile
 from ..step.profiling import profile
 from ..techniques.base import Technique
@@ -75,6 +77,12 @@ class Explanation:
         """Plain values."""
         effects = [vars(effect) for effect in self.effects]
         return {**vars(self), "effects": effects, "useless": list(self.useless)}
+
+    def _repr_html_(self) -> str:
+        """In a notebook."""
+        first, *lines = str(self).split("\n")
+        rows = [re.split(r"\s{2,}", line.strip()) for line in lines]
+        return caption(first, [["flag", "peak", "it"], *rows])
 
     def __str__(self) -> str:
         largest = sorted(self.bytes_by_role.items(), key=lambda item: -item[1])[:4]

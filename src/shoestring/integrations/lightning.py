@@ -7,6 +7,7 @@ trainer = Trainer(…, callbacks=[BudgetCallback("24 GB")])
 
 from __future__ import annotations
 
+import logging
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
@@ -16,7 +17,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..errors import InputError
+from ..errors import InputError, first_line
+from ..planning.batches import largest
 from ..step.clipping import Clip, clip_gradients
 from ..step.step import Step
 from ..techniques.base import Technique
@@ -32,6 +34,9 @@ from .hosted import (
     route_updates,
     synchronized,
 )
+from .worst_batch import worst_batch
+
+_log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     Callback = object
@@ -50,8 +55,9 @@ else:
 class BudgetCallback(Callback):
     """Runs the forward and backward passes of `fit` by a plan; the rest is Lightning's.
 
-    The plan is made for the first batch. Values that `training_step` logs are those of the whole
-    batch: where it runs in microbatches, their means weighed as the loss is.
+    The plan is made before the first step, for the largest examples of the loader together where
+    its data have a length, else for the first batch. Values that `training_step` logs are those of
+    the whole batch: where it runs in microbatches, their means weighed as the loss is.
 
     Args:
         budget: What the GPU may take, such as "24 GB".
@@ -172,6 +178,8 @@ class BudgetCallback(Callback):
             scaled = value if scaler is None else scaler.scale(value)
             self._backward(scaled, module, trainer.optimizers[0])
 
+        if chosen.budget_bytes is not None and batch is not None:
+            batch = _largest(trainer, batch)
         gradients = sum(p.nbytes for p in module.parameters() if p.requires_grad)
         self.step = hosted_step(
             chosen, module, batch, loss=loss, optimizer=trainer.optimizers[0], backward=backward,
@@ -230,6 +238,22 @@ class _MeanLogs:
             return
         for name, pairs in self._found.items():
             self._module.log(name, _mean(pairs), **self._how[name])
+
+
+def _largest(trainer: Any, batch: Any) -> Any:
+    """The batch that is planned for: this one, or the largest examples of its loader together."""
+    loader = trainer.train_dataloader
+    count = getattr(loader, "batch_size", None)
+    if not count:
+        return batch
+    try:
+        worst = worst_batch(loader.dataset, count, loader.collate_fn)
+        if worst is None:
+            return batch
+        return largest([batch, trainer.strategy.batch_to_device(worst.batch)])[0]
+    except Exception as error:  # data of the user's own kind: the batches as they come
+        _log.info("the training data were not scanned: %s", first_line(error))
+        return batch
 
 
 def _mean(pairs: list[tuple[Any, Any]]) -> Any:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
+from ..html_table import table
+
 _STYLE = """
 :root { color-scheme: light dark; }
 body { font: 16px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 70rem; padding: 0 1rem; }
@@ -13,16 +15,6 @@ th, td { padding: .35rem .7rem; text-align: left; border-bottom: 1px solid #8884
 td { font-variant-numeric: tabular-nums; }
 tr.no td { opacity: .6; }
 """
-
-
-def table(cells: Sequence[Sequence[str]]) -> str:
-    """The first line is the heading; a line that says "no" is dim."""
-    head = "".join(f"<th>{escape(cell)}</th>" for cell in cells[0])
-    lines = [f"<tr>{head}</tr>"]
-    for line in cells[1:]:
-        kind = ' class="no"' if "no" in line else ""
-        lines.append(f"<tr{kind}>{''.join(f'<td>{escape(cell)}</td>' for cell in line)}</tr>")
-    return f"<table>{''.join(lines)}</table>"
 
 
 def table_page(title: str, what: str, cells: Sequence[Sequence[str]], note: str) -> str:

@@ -18,7 +18,9 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..errors import InputError
+from ..errors import BudgetError, InputError, TraceError, first_line
+from ..planning.batches import largest
+from ..step.predict import evaluation_bytes
 from ..step.step import Step
 from ..techniques.base import Technique
 from ..techniques.plan import Plan
@@ -34,6 +36,7 @@ from .hosted import (
     route_updates,
     synchronized,
 )
+from .worst_batch import Worst, worst_batch
 
 with library("transformers", "5.0", "hf"):
     import transformers
@@ -48,8 +51,9 @@ class Budgeted:
     """For a class beside a Trainer: its forward and backward passes run by a plan.
 
     Everything else is the Trainer's: clipping, accumulation, schedulers, logs, evaluation, saving.
-    The plan is made for the first batch, before the first step. Where a later batch does not fit,
-    the step is taken back and planned again.
+    The plan is made before the first step, for the largest examples of the training data together
+    (or for the first batch, where data have no length or a plan is given), and evaluation batches
+    are checked. Where a later batch does not fit, the step is taken back and planned again.
 
     Args:
         budget: What the GPU may take, such as "24 GB".
@@ -138,6 +142,9 @@ class Budgeted:
             return found[0]
 
         bare.train()
+        if chosen.budget_bytes is not None and batch is not None:
+            batch = self._largest(batch)
+            self._check_evaluation(bare, chosen.budget_bytes)
         self.step = hosted_step(
             chosen, bare, batch, loss=loss, optimizer=trainer.optimizer, backward=backward,
             held_bytes=gradients * (waiting + (ranked is not None)),  # and DDP's buckets
@@ -150,6 +157,61 @@ class Budgeted:
         predicted = getattr(plan, "predicted", None)
         told = "" if predicted is None else f", predicted {format_size(predicted.peak_bytes)}"
         _log.info("training by the plan %s%s", plan.short(), told)
+
+    def _largest(self, batch: Any) -> Any:
+        """The batch that is planned for: this one, or the largest examples together."""
+        args: Any = self.args  # type: ignore[attr-defined]
+        worst = self._worst(self.train_dataset, args.train_batch_size, "training")  # type: ignore[attr-defined]
+        if worst is None:
+            return batch
+        found = self._prepare_inputs(worst.batch), batch[1]
+        chosen = largest([batch, found])[0]
+        if chosen is found:
+            seen = "" if worst.whole else f" of {worst.seen:,} that were seen"
+            _log.info("planning for the largest examples%s, number %d first", seen, worst.at)
+        return chosen
+
+    def _worst(self, dataset: Any, count: int, what: str) -> Worst | None:
+        trainer: Any = self
+        try:
+            if hasattr(dataset, "column_names"):
+                dataset, collate = (
+                    trainer._remove_unused_columns(dataset, what),
+                    trainer.data_collator,
+                )
+            else:
+                collate = trainer._get_collator_with_removed_columns(trainer.data_collator, what)
+            return worst_batch(dataset, count, collate)
+        except Exception as error:  # data of the user's own kind: the batches as they come
+            _log.info("the %s data were not scanned: %s", what, first_line(error))
+            return None
+
+    def _check_evaluation(self, model: nn.Module, budget_bytes: int) -> None:
+        """BudgetError, before training, for evaluation batches that do not fit."""
+        trainer: Any = self
+        given, args = trainer.eval_dataset, trainer.args
+        if given is None or str(getattr(args.eval_strategy, "value", args.eval_strategy)) == "no":
+            return
+        for name, dataset in (given if isinstance(given, dict) else {"": given}).items():
+            worst = self._worst(dataset, args.eval_batch_size, "evaluation")
+            if worst is None:
+                continue
+            try:
+                needed = evaluation_bytes(
+                    model, self._prepare_inputs(worst.batch), optimizer=trainer.optimizer,
+                    loss=lambda m, inputs: trainer.compute_loss(m, dict(inputs)),
+                    device=next(model.parameters()).device.type,
+                )  # fmt: skip
+            except (InputError, TraceError) as error:
+                _log.info("evaluation was not predicted: %s", first_line(error))
+                continue
+            if needed > budget_bytes:
+                raise BudgetError(
+                    f"evaluation{f' of {name}' * bool(name)} takes {format_size(needed)} of "
+                    f"{format_size(budget_bytes)}, with example {worst.at:,} in a batch of "
+                    f"{args.eval_batch_size}",
+                    hint="a smaller per_device_eval_batch_size, or cut long examples",
+                )
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         """Once a batch: within the step it lies where it should."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from html import escape
 from pathlib import Path
 from typing import Any
 
 from ..errors import InputError, UnknownOperationWarning
+from ..html_table import caption
 from ..trace.graph import Phase, Role, Trace
 from ..units import format_flops, format_size
 from .device import device_timeline
@@ -101,7 +101,13 @@ class MemoryProfile:
         return picture
 
     def _repr_html_(self) -> str:
-        return f"{self.plot().svg}<p>{escape(str(self))}</p>"
+        """In a notebook: the step over time, and bytes by role at the peak."""
+        rows = [["at the peak", "bytes", "share"]]
+        for role, size in sorted(self.bytes_by_role.items(), key=lambda item: -item[1]):
+            if size:
+                share = f"{100 * size / self.peak_bytes:.1f}%"
+                rows.append([role.value.replace("_", " "), format_size(size), share])
+        return self.plot().svg + caption(str(self), rows)
 
     def __str__(self) -> str:
         roles = self.bytes_by_role

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from html import escape
 from pathlib import Path
 from typing import Any
 
+from ..html_table import caption
 from ..memory.picture import Curve, Picture, draw_curves
 from ..memory.prediction import Prediction
 from ..techniques.claims import LOSSLESS, LOSSY, NEAR_LOSSLESS
@@ -107,15 +107,6 @@ class BudgetPlan(Plan):
             picture.save(file)
         return picture
 
-    def _repr_html_(self) -> str:
-        rows = "".join(
-            "<tr>" + "".join(f"<td style='text-align:left'>{escape(cell)}</td>" for cell in row)
-            + "</tr>"
-            for row in self._rows()
-        )  # fmt: skip
-        lines = "<br>".join(escape(line) for line in self._summary())
-        return f"{self.plot().svg}<p>{lines}</p><table>{rows}</table>"
-
     def _rows(self) -> list[tuple[str, str, str, str]]:
         return [(c.part, c.setting, c.kind, c.why) for c in self.choices]
 
@@ -169,6 +160,13 @@ class BudgetPlan(Plan):
                 f"{format_seconds(predicted.link_seconds)}, {100 * share:.0f}% of it hidden"
             )
         return lines
+
+    def _repr_html_(self) -> str:
+        """In a notebook: both steps over time, and the parts of the plan."""
+        return self.plot().svg + caption(
+            " · ".join([self.short(), *self._summary()]),
+            [("technique", "setting", "claim", "why"), *self._rows()],
+        )
 
     def __str__(self) -> str:
         first = f"{self.short()}: {format_size(self.predicted.peak_bytes)}"

@@ -12,7 +12,8 @@ from ..memory.device import device_timeline
 from ..memory.prediction import Prediction
 from ..techniques.base import Technique
 from ..techniques.plan import Plan
-from ..trace.capture import Loss
+from ..trace.capture import Loss, capture
+from ..trace.fakes import OptimizerLike
 from ..trace.passes import peak_only
 from .trace_step import capture_step
 
@@ -36,3 +37,31 @@ def predict_step(
         trace = capture_step(chosen, model, batch, loss=loss, optimizer=optimizer, device=device)
     peak_bytes = int(device_timeline(trace).totals.max(initial=0))
     return Prediction(peak_bytes, "device", device)
+
+
+def evaluation_bytes(
+    model: nn.Module, batch: Any, *, loss: Loss, optimizer: OptimizerLike, device: str = "cpu"
+) -> int:
+    """Peak of an evaluation between two steps: forward without gradients, the state beside it.
+
+    What a trainer keeps of many batches, scores for its metrics, is not in it.
+    """
+
+    def evaluated(given: nn.Module, batch: Any) -> torch.Tensor:
+        modes = [(module, module.training) for module in given.modules()]
+        try:
+            with torch.no_grad():
+                value = loss(given.eval(), batch)
+        finally:
+            for module, training in modes:
+                module.training = training
+        # All parameters have state, which needs gradients; of the trace only the forward counts.
+        for parameter in given.parameters():
+            if parameter.requires_grad:
+                value = value + 0 * parameter.sum()
+        return value
+
+    trace = capture(model, batch, loss=evaluated, optimizer=optimizer, device=device)
+    timeline = device_timeline(trace)
+    kept = [str(label[1]).lower().startswith("forw") for label in timeline.labels]
+    return int(timeline.totals[kept].max(initial=0))

@@ -53,6 +53,7 @@ def capture_step(
     trained: Collection[str] = (),
     watch: Callable[[nn.Module, Recorder], None] | None = None,
     trained_by: torch.optim.Optimizer | None = None,
+    captured: bool | None = None,
 ) -> Trace:
     """One steady step by the plan, as `trace.capture` records a plain one.
 
@@ -63,7 +64,8 @@ def capture_step(
     update. `trained_by` is the optimizer of the step where another one, or none, is traced.
 
     On CUDA a step may become a graph. While it is captured nothing can be read, and Hugging Face
-    makes masks it would not make otherwise; but the first step runs eagerly. The larger one counts.
+    makes masks it would not make otherwise; but the first step runs eagerly. The larger one counts,
+    or the one that is asked for by `captured`.
     """
     size = plan.examples_at_once(batch)
     examples = examples_of(batch) if size is not None else None
@@ -72,16 +74,23 @@ def capture_step(
     request = _Request(
         plan, model, batch, loss, optimizer, device, passes, trained, watch, trained_by, size
     )
+    if captured is not None:
+        return _with_convolutions(request.trace(captured=captured)[0], device)
     known = _captured_needs_more.setdefault(model, {})
     kind = tuple(t.name for t in plan.techniques if not (t.revisable or t.leaves_passes))
     made, differs = request.trace(captured=known.get(kind, False))
     if kind not in known and differs:
-        captured, _ = request.trace(captured=True)
-        known[kind] = live_bytes(captured) > live_bytes(made)
+        as_graph, _ = request.trace(captured=True)
+        known[kind] = live_bytes(as_graph) > live_bytes(made)
         if known[kind]:
-            made = captured
+            made = as_graph
         elif watch is not None:  # it shall have seen the trace that counts
             made, _ = request.trace(captured=False)
+    return _with_convolutions(made, device)
+
+
+def _with_convolutions(made: Trace, device: str) -> Trace:
+    """Their workspaces measured, where there is a GPU."""
     if device == "cuda" and torch.cuda.is_available():
         learn_convolutions(made)
     return made
