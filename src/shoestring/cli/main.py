@@ -288,6 +288,8 @@ def verify(
 
 `shoestring plan mypackage.models:build --input 8x3x224x224 --budget '2 GB' --device cuda --front`
 
+`shoestring plan wrn-10-1 --budget '60 MB' --prices --html plan.html`
+
 `shoestring plan hf:./llama-8b --tokens 2048 --batch 1 --budget '24 GB' --lora r=16`
 """,
 )
@@ -347,6 +349,11 @@ def plan(
     svg: Annotated[
         str | None, typer.Option(help="Draw memory over the step, plain and planned, as SVG.")
     ] = None,
+    prices: Annotated[
+        bool,
+        typer.Option("--prices", help="What somewhat less and more memory would cost and buy."),
+    ] = False,
+    html: Annotated[str | None, typer.Option(help="Also write a page, with those prices.")] = None,
     out: Annotated[
         str | None, typer.Option("--out", "-o", help="Write the plan to this file, TOML or JSON.")
     ] = None,
@@ -388,6 +395,13 @@ def plan(
         typer.echo(front_table(points, planner.estimates.plain))
     with working(f"planning {model}"):
         result = over.plan(planner, budget_bytes, how, batch, name, allow)
+        if prices or html is not None:
+            result = planner.priced(result)
+        if html is not None:
+            from ..files import write
+            from ..integrations.pages import plan_page
+
+            write(html, plan_page(model, result).encode())
     if out is not None:
         result.save(out)
     if svg is not None:

@@ -193,7 +193,8 @@ class DeviceEstimates:
     def least_bytes(self, setting: Setting) -> int:
         """What no schedule changes, and the largest block alone."""
         at, scheduler = self._conditions(setting), self._passes(setting).scheduler
-        return at.floor_bytes if scheduler is None else scheduler.least_bytes(at)
+        floor = self.floor_bytes(setting)  # that of `at` may be left out, where it fits
+        return floor if scheduler is None else max(floor, scheduler.least_bytes(at))
 
     def best(self, setting: Setting, room_bytes: int) -> Candidate | None:
         """The fastest that is estimated to fit."""

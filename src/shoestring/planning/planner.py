@@ -40,6 +40,7 @@ from .cost import IDEAL, NOMINAL, Costs, costs_of
 from .device_estimates import DeviceEstimates
 from .fundamental import FundamentalEstimates
 from .margin import Margin
+from .prices import prices as find_prices
 from .reasons import choices
 from .result import BudgetPlan, FrontPoint
 from .search import Candidate, Found, budget_error, pareto, search, smallest
@@ -68,6 +69,7 @@ def plan(
     device: str | None = None,
     budget_of: Literal["reserved", "allocated"] = "reserved",
     batches: Iterable[Any] | None = None,
+    prices: bool = False,
 ) -> BudgetPlan:
     """Find the plan of least predicted time that fits the budget, lossless if there is one.
 
@@ -93,6 +95,8 @@ def plan(
             from the card, "allocated" what tensors use of that.
         batches: Others that are trained on, such as a data loader, which is read to its end: the
             plan holds for all of them.
+        prices: Also plan for one and two tenths less and more: what that would cost and buy. Of one
+            batch; none for a model that cannot be traced.
 
     Returns:
         A `BudgetPlan`: techniques, what is predicted with and without them, and why.
@@ -104,6 +108,8 @@ def plan(
         >>> plan = ss.plan(model, batch, loss=loss, optimizer="adamw", budget="8 GB")
     """
     budget_bytes = parse_size(budget)
+    if batches is not None and prices:
+        raise InputError("prices are of one batch", hint="leave out batches, or give the longest")
     if batches is not None:
         given: dict[str, Any] = {
             "loss": loss, "optimizer": optimizer, "allow": allow, "accounting": accounting,
@@ -122,7 +128,8 @@ def plan(
             model, batch, loss=loss, optimizer=optimizer, allow=allow, accounting=accounting,
             device=device, budget_of=budget_of,
         )  # fmt: skip
-        return planner.plan(budget_bytes)
+        found = planner.plan(budget_bytes)
+        return planner.priced(found) if prices else found
     except Exception as error:
         because = untraced(error)
         here = next(model.parameters()).device.type if because is not None else ""
@@ -247,6 +254,12 @@ class Planner:
             if found is None or found.predicted.needed_bytes > limit:
                 raise self._too_small(budget_bytes, found)
         return self._result(found, budget_bytes)
+
+    def priced(self, plan: BudgetPlan) -> BudgetPlan:
+        """The same plan with what somewhat less and more memory would cost and buy."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # said for the plan itself
+            return replace(plan, prices=find_prices(plan, self.plan))
 
     def _kept(self, mildest: Setting) -> Found | None:
         """Nothing but what costs nothing."""

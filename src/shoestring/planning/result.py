@@ -12,7 +12,8 @@ from ..memory.picture import Curve, Picture, draw_curves
 from ..memory.prediction import Prediction
 from ..techniques.claims import LOSSLESS, LOSSY, NEAR_LOSSLESS
 from ..techniques.plan import Plan
-from ..units import format_flops, format_size
+from ..units import format_flops, format_seconds, format_size
+from .prices import Price, price_lines
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,8 @@ class BudgetPlan(Plan):
     choices: tuple[Choice, ...]
     front: tuple[FrontPoint, ...] = ()
     """From the least memory to the least time."""
+    prices: tuple[Price, ...] = ()
+    """What somewhat less and more memory would cost and buy, where that was asked for."""
     rates: Mapping[str, Any] = field(default_factory=dict)
     """How fast the device was taken to be: the same rates give the same plan."""
     by_running: str = ""
@@ -129,6 +132,7 @@ class BudgetPlan(Plan):
             "plain": self.plain.as_dict(),
             "choices": [vars(choice) for choice in self.choices],
             "front": [point.as_dict() for point in self.front],
+            "prices": [price.as_dict() for price in self.prices],
             "rates": dict(self.rates),
             "by_running": self.by_running,
         }
@@ -172,7 +176,12 @@ class BudgetPlan(Plan):
         first = f"{self.short()}: {format_size(self.predicted.peak_bytes)}"
         if not self.by_running:
             first += f", {_times(_number(self.predicted.flops), self.plain.flops)} FLOPs"
-        return "\n".join([first, *self._summary(), *_table(self._rows())])
+        return "\n".join([first, *self._summary(), *_table(self._rows()), *price_lines(self)])
+
+    @property
+    def summary(self) -> str:
+        """What is predicted, in a few lines."""
+        return "\n".join(self._summary())
 
 
 def _scratch(predicted: Prediction) -> str:
@@ -180,14 +189,6 @@ def _scratch(predicted: Prediction) -> str:
         return f", {format_size(predicted.reserved_bytes)} reserved"
     nbytes = predicted.scratch_bytes
     return f" and {format_size(nbytes)} scratch of kernels" if nbytes else ""
-
-
-def format_seconds(seconds: float) -> str:
-    """'12.3 ms'."""
-    for unit, scale in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
-        if seconds * scale >= 1 or unit == "µs":
-            return f"{seconds * scale:.3g} {unit}"
-    raise AssertionError
 
 
 def _number(value: float | None) -> float:
