@@ -101,7 +101,7 @@ class MemoryProfile:
         return picture
 
     def _repr_html_(self) -> str:
-        """In a notebook: the picture, and bytes by role at the peak."""
+        """In a notebook: the step over time, and bytes by role at the peak."""
         rows = [["at the peak", "bytes", "share"]]
         for role, size in sorted(self.bytes_by_role.items(), key=lambda item: -item[1]):
             if size:

@@ -308,7 +308,7 @@ class DeviceEstimates:
             peak, "device", device, step + update + link - hidden, int(work.flops),
             self._costs.source, above, taken, captured, graph,
             self.update(setting).link_bytes, link, hidden,
-            self._curve(totals + state, setting),
+            curve=self._curve(totals + state, setting),
         )  # fmt: skip
 
     def _curve(self, passes: np.ndarray, setting: Setting) -> tuple[int, ...]:

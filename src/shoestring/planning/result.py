@@ -166,11 +166,10 @@ class BudgetPlan(Plan):
         return lines
 
     def _repr_html_(self) -> str:
-        """In a notebook."""
-        rows = [list(row) for row in self._rows()]
+        """In a notebook: both steps over time, and the parts of the plan."""
         return self.plot().svg + caption(
             " · ".join([self.short(), *self._summary()]),
-            [["technique", "setting", "claim", "why"], *rows],
+            [("technique", "setting", "claim", "why"), *self._rows()],
         )
 
     def __str__(self) -> str:
