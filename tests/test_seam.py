@@ -23,6 +23,8 @@ OURS = (
     "chunked_loss",
     "optimizer_state",
     "gradient_release",
+    "offload",
+    "activation_bits",
 )
 
 

@@ -77,6 +77,14 @@ def format_flops(flops: int, digits: int = 1) -> str:
     return _scaled(flops, digits, ("FLOPs", "KFLOPs", "MFLOPs", "GFLOPs", "TFLOPs", "PFLOPs"))
 
 
+def format_seconds(seconds: float) -> str:
+    """'12.3 ms'."""
+    for unit, scale in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
+        if seconds * scale >= 1 or unit == "µs":
+            return f"{seconds * scale:.3g} {unit}"
+    raise AssertionError
+
+
 def _scaled(amount: int, digits: int, units: tuple[str, ...]) -> str:
     """The amount in the first unit that needs at most three places before the point."""
     if abs(amount) < 1000:

@@ -17,7 +17,7 @@ from shoestring.integrations.configurations import Configured, loss_of
 from shoestring.integrations.quantized import Nf4Linear
 from shoestring.integrations.sizes import Sizes
 from shoestring.memory.reserved import reserved
-from shoestring.planning.ranks import Ranks
+from shoestring.planning.ranks import SharedStep
 from shoestring.step.trace_step import capture_step
 from shoestring.techniques.plan import Plan
 
@@ -104,7 +104,7 @@ def test_images_have_no_context(vision: str) -> None:
 def test_several_cards_share_a_model(llama: str) -> None:
     """Each with a part of the weights: as many bytes as the whole model's trace tells by rule."""
     how: dict[str, Any] = {"tokens": 256, "batch": 4}
-    ranks = Ranks(4, "fsdp")
+    ranks = SharedStep(4, "fsdp")
     sizes = Sizes(Configured(llama, **how), "adamw", ranks=ranks)
     alone = Sizes(Configured(llama, tokens=256, batch=1), "adamw")
     assert sizes.model.batch == 1 and sizes.plain_bytes < 0.9 * alone.plain_bytes

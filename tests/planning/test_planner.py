@@ -16,7 +16,6 @@ from shoestring.memory.model import memory_profile
 from shoestring.memory.work import Work, work_of
 from shoestring.planning.cost import NOMINAL, costs_of
 from shoestring.planning.planner import Planner
-from shoestring.planning.result import format_seconds
 from shoestring.planning.settings import Setting
 from shoestring.step.predict import predict_step
 from shoestring.step.trace_step import capture_step
@@ -24,7 +23,7 @@ from shoestring.techniques.checkpointing import scheduler
 from shoestring.techniques.claims import LOSSLESS, LOSSY
 from shoestring.techniques.claims import NEAR_LOSSLESS as NEAR
 from shoestring.trace.graph import Phase
-from shoestring.units import parse_size
+from shoestring.units import format_seconds, parse_size
 from techniques.small_models import SMALL
 from tiers import slow_but
 

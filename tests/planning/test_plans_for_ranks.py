@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import shoestring as ss
 from shoestring.memory.device import device_timeline
 from shoestring.planning.planner import Planner
-from shoestring.planning.ranks import Ranks
+from shoestring.planning.ranks import SharedStep
 from shoestring.step.trace_step import capture_step
 from shoestring.techniques.plan import Plan
 from step.ranked_peaks import CHOSEN, OPTIMIZERS, batch, build, loss, peaks
@@ -27,7 +28,7 @@ MESSAGE = 2**20 + 2**19
 
 
 def predicted(ranks: int, kind: str, plan: str, optimizer: str) -> int:
-    model, chosen, shared = build(), Plan.of(CHOSEN[plan]), Ranks(ranks, kind)
+    model, chosen, shared = build(), Plan.of(CHOSEN[plan]), SharedStep(ranks, kind)
     share = shared.share(batch())
     trace = capture_step(chosen, model, share, loss=loss, optimizer=OPTIMIZERS[optimizer](model))
     return int(device_timeline(shared.of_one(trace, chosen, model, share)).totals.max())
@@ -44,13 +45,13 @@ def test_every_rank_takes_what_one_process_predicts(ranks: int, tmp_path: Path) 
         assert 0.995 * highest <= expected <= 1.005 * highest + above, job
 
 
-def test_a_plan_for_two_ranks_fits_where_one_does_not() -> None:
-    how = {"loss": loss, "optimizer": "adamw", "allow": "lossless"}
-    alone = Planner(build(), batch(), **how).smallest_bytes()
-    budget = int(0.8 * alone)
-    with pytest.raises(ss.BudgetError):
-        ss.plan(build(), batch(), budget=budget, **how)
+@pytest.mark.slow
+def test_two_ranks_need_less_than_one() -> None:
+    how: dict[str, Any] = {"loss": loss, "optimizer": "adamw", "allow": "lossless"}
+    alone = Planner(build(), batch(), **how).estimates.plain.needed_bytes
+    budget = int(0.75 * alone)
     found = ss.plan(build(), batch(), budget=budget, ranks=2, sharding="fsdp", **how)
+    assert found.plain.needed_bytes < 0.75 * alone
     assert found.ranks == 2 and found.sharding == "fsdp"
     assert found.predicted.needed_bytes <= budget and "each of 2 ranks, fsdp" in str(found)
     assert found.as_dict()["ranks"] == 2

@@ -26,6 +26,8 @@ NEW: dict[str, Technique] = {
     "8-bit state": ss.OptimizerState(8, smallest=1),
     "4-bit state": ss.OptimizerState(4, smallest=1),
     "released": ss.GradientRelease(),
+    "on the host": ss.Offload(smallest=1),
+    "4-bit activations": ss.ActivationBits(4, smallest=1),
 }
 OTHERS: dict[str, Technique] = {
     "density 0.3": ss.Sparsity(0.3),
@@ -40,6 +42,7 @@ OTHERS: dict[str, Technique] = {
 REFUSED: dict[frozenset[str], str] = {
     frozenset({"density 0.3", "8-bit state"}): "sparsity moves",
     frozenset({"density 0.3", "4-bit state"}): "sparsity moves",
+    frozenset({"density 0.3", "on the host"}): "sparsity moves",
     frozenset({"fp16", "released"}): "before precision knows",
     frozenset({"compensated", "released"}): "compensated accumulation",
 }

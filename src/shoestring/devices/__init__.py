@@ -33,6 +33,8 @@ class DeviceRates:
     """What each kernel takes on the device beside its work."""
     seconds_per_launch: float
     """What the host takes to start one."""
+    link_bytes_per_second: float
+    """Between the device and the host, each way while both are in use; of the CPU, to a disk."""
     efficiency: float
     """What a network's products reach, of the best of one large product."""
 

@@ -10,7 +10,7 @@ from ..devices import Card
 from ..devices import cards as known_cards
 from ..errors import InputError
 from ..html_table import caption, table
-from ..planning.ranks import Ranks
+from ..planning.ranks import SharedStep
 from ..techniques.plan import Plan
 from ..units import format_size, parse_size, plural
 from .configurations import Configured
@@ -160,8 +160,14 @@ def cards(
         sizes: Gigabytes of cards, or their names; by default those people have.
         gpus: Such cards that share a step, each with a part of the batch.
         sharding: For several: "fsdp" splits the model over them, "ddp" does not.
+
+    Returns:
+        One row for each card; `print` shows a table, notebooks too.
+
+    Examples:
+        >>> print(ss.cards("hf:./llama-8b", tokens=2048, lora="r=16"))
     """
-    ranks = Ranks(gpus, sharding)
+    ranks = SharedStep(gpus, sharding)
     chosen = _rows_of(sizes)
     given = model if isinstance(model, Configured) else Configured(
         model, tokens=tokens, batch=batch, dtype=dtype, lora=lora, quantize=quantize
@@ -172,9 +178,18 @@ def cards(
 def will_it_fit(
     model: str | Configured, budget: str | int, *, optimizer: str = "adamw", **how: Any
 ) -> CardFit:
-    """Whether a configuration trains within a budget of reserved bytes; `how` is that of `cards`.
+    """Whether a configuration trains within a budget of reserved bytes.
 
-    Example:
+    Args:
+        model: "hf:FOLDER", "hf:NAME" or "timm:NAME".
+        budget: Bytes, or text such as "24 GB".
+        optimizer: Its name.
+        how: Keywords of `cards`: `tokens`, `batch`, `lora`, `quantize`, `dtype`.
+
+    Returns:
+        Whether it fits, by which plan, and what that needs.
+
+    Examples:
         >>> print(ss.will_it_fit("hf:./llama-8b", "24 GB", tokens=2048, lora="r=16"))
         yes: 19.9 GB of 24.0 GB by plain, 1.00x the time; …
     """

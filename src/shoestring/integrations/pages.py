@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from html import escape
 
 from ..html_table import table
+from ..planning.prices import price_rows
+from ..planning.result import BudgetPlan
+from ..units import format_size
 
 _STYLE = """
 :root { color-scheme: light dark; }
@@ -17,11 +20,32 @@ tr.no td { opacity: .6; }
 """
 
 
-def table_page(title: str, what: str, cells: Sequence[Sequence[str]], note: str) -> str:
-    """A page with a heading, a table and a note below."""
+def table_page(
+    title: str,
+    what: str,
+    cells: Sequence[Sequence[str]],
+    note: str,
+    *more: tuple[str, Sequence[Sequence[str]]],
+) -> str:
+    """A page with a heading, a table and a note below; then more tables under headings."""
+    below = "".join(f"<h2>{escape(head)}</h2>{table(rows)}" for head, rows in more)
     return (
         '<!doctype html><html lang="en"><meta charset="utf-8">'
         f'<meta name="viewport" content="width=device-width"><title>{escape(title)}</title>'
         f"<style>{_STYLE}</style><h1>{escape(title)}</h1><p>{escape(what)}</p>"
-        f"{table(cells)}<p>{escape(note)}</p></html>\n"
+        f"{table(cells)}<p>{escape(note)}</p>{below}</html>\n"
+    )
+
+
+def plan_page(model: str, plan: BudgetPlan) -> str:
+    """A plan, why each part is there, and what other budgets would cost and buy."""
+    choices = [(c.part, c.setting, c.kind, c.why) for c in plan.choices]
+    nothing = [("", "", "", "a plain step fits")]
+    prices = [("budget", "step", "change", "plan"), *price_rows(plan)]
+    return table_page(
+        f"{model} in {format_size(plan.budget_bytes)}",
+        plan.short() or "plain",
+        [("technique", "setting", "kind", "why"), *(choices or nothing)],
+        plan.summary,
+        *([("With more or less memory", prices)] if plan.prices else []),
     )

@@ -22,7 +22,7 @@ from ..memory.items import leaves, part, read, write
 from ..memory.reserved import Reserved, reserved
 from ..planning.margin import Margin
 from ..planning.planner import MARGIN, Planner
-from ..planning.ranks import Ranks
+from ..planning.ranks import SharedStep
 from ..planning.search import Candidate
 from ..planning.settings import Setting
 from ..step.trace_step import capture_step
@@ -90,9 +90,9 @@ class Sizes:
         model: Configured,
         optimizer: str,
         allow: str | None = "lossless",
-        ranks: Ranks | None = None,
+        ranks: SharedStep | None = None,
     ) -> None:
-        self.ranks = ranks or Ranks(1, "ddp")
+        self.ranks = ranks or SharedStep(1, "ddp")
         """Each has a part of the batch: sizes are those of a rank."""
         if model.batch < self.ranks.count:
             model = model.sized(batch=self.ranks.count)

@@ -16,7 +16,7 @@ from ..trace.fakes import is_fake
 
 _NAMES = (
     "bn_statistics", "bn_normalise", "bn_running", "bn_sums", "bn_gradient", "sparse_scatter",
-    "sparse_gather", "quantized_update",
+    "sparse_gather", "quantized_update", "encode_saved", "decode_saved",
 )  # fmt: skip
 _library = torch.library.Library("shoestring", "DEF")
 for _name in _NAMES:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -27,6 +27,15 @@ class Prediction:
     """Whether the step is taken to run as one CUDA graph."""
     graph_bytes: int = 0
     """What would be reserved if it did; 0 where it cannot, or is not asked."""
+    link_bytes: int = 0
+    """What comes from the host and goes back there."""
+    link_seconds: float = 0.0
+    """How long that takes."""
+    hidden_seconds: float = 0.0
+    """Of it, what runs under other work."""
+
+    curve: tuple[int, ...] = field(default=(), compare=False, repr=False)
+    """Live bytes from the start of the step to its end, thinned, for pictures."""
 
     @property
     def needed_bytes(self) -> int:
@@ -45,4 +54,7 @@ class Prediction:
             "scratch_bytes": self.scratch_bytes,
             "reserved_bytes": self.reserved_bytes,
             "captured": self.captured,
+            "link_bytes": self.link_bytes,
+            "link_seconds": self.link_seconds,
+            "hidden_seconds": self.hidden_seconds,
         }

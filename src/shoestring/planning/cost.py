@@ -39,6 +39,8 @@ class Costs:
     """What each takes on the device beside its work: it starts, and ends half filled."""
     seconds_per_launch: float
     """What the host takes to start one; on the CPU that is the device."""
+    link_bytes_per_second: float
+    """Between the device and the host, each way."""
     source: str
     """"nominal", or what was measured."""
 
@@ -52,6 +54,7 @@ class Costs:
             "bytes_per_second": self.bytes_per_second,
             "seconds_per_kernel": self.seconds_per_kernel,
             "seconds_per_launch": self.seconds_per_launch,
+            "link_bytes_per_second": self.link_bytes_per_second,
         }
 
     @property
@@ -87,6 +90,7 @@ def _nominal(device: str, rates: DeviceRates) -> Costs:
         rates.bytes_per_second,
         rates.seconds_per_kernel,
         rates.seconds_per_launch,
+        rates.link_bytes_per_second,
         rates.source,
     )
 
@@ -95,7 +99,9 @@ NOMINAL = {"cpu": _nominal("cpu", cpu_rates()), "cuda": _nominal("cuda", referen
 """Of devices that are not there. They order plans; nothing is reported from them."""
 
 _SAME = dict.fromkeys(_KINDS, 4e13)
-IDEAL = Costs("any", _SAME, _SAME, float("inf"), 8e-6, 8e-6, "nominal, operations only")
+IDEAL = Costs(
+    "any", _SAME, _SAME, float("inf"), 8e-6, 8e-6, float("inf"), "nominal, operations only"
+)
 """For the fundamental accounting: no precision is faster, and what is counted is operations and
 kernels. One rate for all keeps a plan for less memory from looking faster for its precision."""
 
@@ -143,7 +149,19 @@ def _gpu() -> Costs:
         flops_per_second=products,
         convolved_per_second=convolutions,
         bytes_per_second=_coarse(moved, nominal.bytes_per_second),
+        link_bytes_per_second=_link(nominal.link_bytes_per_second),
     )
+
+
+def _link(nominal: float) -> float:
+    """One copy from pinned memory; links of other widths differ by less than other rates do."""
+    here = torch.empty(2**26, dtype=torch.uint8, device="cuda")
+    try:
+        there = torch.empty(2**26, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError:  # no pinned memory left
+        return nominal
+    seconds = _time(lambda: here.copy_(there, non_blocking=True), "cuda")
+    return float(nominal * 2 ** round(math.log2(here.nbytes / seconds / nominal)))
 
 
 _FAR = 4.0

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection
+from dataclasses import replace
 from functools import cached_property
+
+import numpy as np
 
 from ..errors import InputError, TraceError
 from ..memory.cpu_scratch import scratch_above
 from ..memory.device import device_timeline
+from ..memory.picture import thinned
 from ..memory.prediction import Prediction
 from ..memory.reserved import reserved
 from ..memory.timeline import resident_bytes
@@ -37,6 +41,7 @@ class DeviceEstimates:
         self.context, self._costs = context, costs
         self._updates: dict[tuple[Technique, ...], Update] = {}
         self._known_passes: dict[tuple[Technique, ...], _Passes] = {(): _Passes(context)}
+        self._traced: dict[tuple[Technique, ...], Trace] = {}
         self.trained: dict[str, int] = {
             p.name: p.numel * p.dtype.itemsize for p in context.trace.parameters if p.has_gradient
         }
@@ -65,7 +70,14 @@ class DeviceEstimates:
 
     def update(self, setting: Setting) -> Update:
         """What is resident with a setting, and what the update takes."""
-        return self._update(tuple(t for t in setting.techniques if t.changes_update))
+        techniques = tuple(t for t in setting.techniques if t.changes_update)
+        now = self._update(techniques)
+        for technique in techniques if setting.scales.parts > 1 else ():
+            folds = technique.folds_parts(self.context.optimizer)
+            if technique.updates_in_backward and not folds:  # gradients wait for the last part
+                others = self._update(tuple(t for t in techniques if t is not technique))
+                now = replace(now, gradient_bytes=others.gradient_bytes)
+        return now
 
     def _update(self, techniques: tuple[Technique, ...]) -> Update:
         if techniques not in self._updates:
@@ -140,15 +152,34 @@ class DeviceEstimates:
         """Of a whole step whose passes over the minibatch take so much work."""
         if captured is None:
             captured = self._capturable(setting)
+        step, update, link, hidden = self._parts(setting, work, captured)
+        return step + update + link - hidden
+
+    def _parts(
+        self, setting: Setting, work: Work, captured: bool
+    ) -> tuple[float, float, float, float]:
+        """Passes, update, the link to the host, and what of that runs under the others.
+
+        Under the update; where updates run in it, under the backward pass of the last part, two
+        thirds of its passes.
+        """
         now, by = self.update(setting), setting.scales
         again = (by.parts - 1) * (2 * now.model_bytes + 3 * now.gradient_bytes)
         passes = work.times(1, by.width, by.parts) + Work(0, again, 0)
         step = self._costs.step_seconds(passes, by.number_type, captured=captured)
-        return step + self._costs.step_seconds(now.work, captured=captured)
+        update = self._costs.step_seconds(now.work, captured=captured)
+        link = now.link_bytes / self._costs.link_bytes_per_second
+        if self.context.device == "cpu":  # a disk is read and written by who computes
+            return step, update, link, 0.0
+        inside = any(t.updates_in_backward for t in setting.techniques)
+        under = update + (step * 2 / 3 / by.parts if inside else 0)
+        return step, update, link, min(link, under)
 
     def _capturable(self, setting: Setting) -> bool:
         """On CUDA, whether the update can be part of a graph."""
         if self.context.device != "cuda" or not self.captures:
+            return False
+        if any(t.runs_eagerly for t in setting.techniques):
             return False
         known = any(t.updates_on_device for t in setting.techniques)
         return known or self.context.trace.capturable
@@ -165,7 +196,8 @@ class DeviceEstimates:
     def least_bytes(self, setting: Setting) -> int:
         """What no schedule changes, and the largest block alone."""
         at, scheduler = self._conditions(setting), self._passes(setting).scheduler
-        return at.floor_bytes if scheduler is None else scheduler.least_bytes(at)
+        floor = self.floor_bytes(setting)  # that of `at` may be left out, where it fits
+        return floor if scheduler is None else max(floor, scheduler.least_bytes(at))
 
     def best(self, setting: Setting, room_bytes: int) -> Candidate | None:
         """The fastest that is estimated to fit."""
@@ -190,13 +222,20 @@ class DeviceEstimates:
         found = scheduler.best(at, now - missing_bytes)
         return None if found is None else self._candidate(candidate.setting, found)
 
-    def least(self, setting: Setting) -> Candidate | None:
-        """The one of least memory."""
-        scheduler = self._passes(setting).scheduler
-        if not self._of_card or scheduler is None:
+    def least(self, setting: Setting, hardly: float = 0.005) -> Candidate | None:
+        """The one of least memory, or one that takes hardly more and recomputes less.
+
+        `hardly`: so much of all that the step needs is not worth regions within regions.
+        """
+        at, scheduler = self._conditions(setting), self._passes(setting).scheduler
+        if scheduler is None:
             return next(iter(self.front(setting)), None)
-        found = scheduler.front(self._conditions(setting).of_activations)
-        return self._candidate(setting, found[0]) if found else None
+        found = scheduler.front(at.of_activations if self._of_card else at)
+        if not found:
+            return None
+        enough = found[0].peak_bytes + int(hardly * scheduler.least_bytes(at))
+        chosen = [one for one in found if one.peak_bytes <= enough][-1]
+        return self._candidate(setting, chosen)
 
     def around(self, candidate: Candidate) -> list[Candidate]:
         """The fastest for somewhat less and somewhat more memory, by the same setting."""
@@ -223,13 +262,24 @@ class DeviceEstimates:
     def predict(self, candidate: Candidate) -> Prediction | None:
         """The peak of the planned step, run on fake tensors; the time is that of the estimate."""
         try:
-            trace = self._capture(candidate.plan)
+            trace = self._of_passes(candidate.plan)
         except (InputError, TraceError) as error:
             warnings.warn(
                 f"left out, {candidate.plan.short()}: {error}", RuntimeWarning, stacklevel=2
             )
             return None
         return self._predicted(candidate.setting, trace, candidate.work, candidate.plan)
+
+    def _of_passes(self, plan: Plan) -> Trace:
+        """What the passes do, which plans that differ in their update alone have in common."""
+        if any(t.updates_in_backward for t in plan.techniques):
+            return self._capture(plan)
+        others = tuple(t for t in plan.techniques if not t.leaves_passes)
+        if not others:
+            return self.context.trace
+        if others not in self._traced:
+            self._traced = {others: self._capture(Plan(others))}  # the last alone: they are large
+        return self._traced[others]
 
     def _predicted(
         self, setting: Setting, trace: Trace, work: Work, plan: Plan = _PLAIN
@@ -256,11 +306,19 @@ class DeviceEstimates:
                 taken = card.captured_bytes
             else:
                 captured = False
-        seconds = self._seconds(setting, work, captured)
+        step, update, link, hidden = self._parts(setting, work, captured)
         return Prediction(
-            peak, "device", device, seconds, int(work.flops), self._costs.source, above, taken,
-            captured, graph,
+            peak, "device", device, step + update + link - hidden, int(work.flops),
+            self._costs.source, above, taken, captured, graph,
+            self.update(setting).link_bytes, link, hidden,
+            curve=self._curve(totals + state, setting),
         )  # fmt: skip
+
+    def _curve(self, passes: np.ndarray, setting: Setting) -> tuple[int, ...]:
+        """Of both passes, and of the update, which is traced apart and drawn as a twentieth."""
+        inside = any(t.updates_in_backward for t in setting.techniques)
+        update = 0 if inside else len(passes) // 20 + 1
+        return thinned(np.append(passes, np.full(update, self.floor_bytes(setting))))
 
     def _rest(self, setting: Setting) -> float:
         """How large the last part of the minibatch is, where it is smaller than the others."""

@@ -16,6 +16,7 @@ from typing import Any
 from ..errors import InputError, UnknownOperationWarning
 from ..memory.fundamental import parameter_bytes
 from ..memory.model import MemoryProfile, memory_profile
+from ..memory.picture import thinned
 from ..memory.prediction import Prediction
 from ..memory.work import Work
 from ..techniques import registered
@@ -138,7 +139,7 @@ class FundamentalEstimates:
         """The fastest that needs so much less, by the same setting."""
         return self.best(candidate.setting, candidate.peak_bytes - missing_bytes)
 
-    def least(self, setting: Setting) -> Candidate | None:
+    def least(self, setting: Setting, hardly: float = 0.0) -> Candidate | None:
         """The one of least memory."""
         return next(iter(self.front(setting)), None)
 
@@ -166,7 +167,10 @@ class FundamentalEstimates:
         flops = _flops(made) * parts
         work = Work(flops, 0, len(made.timeline.labels) * parts)
         seconds = IDEAL.seconds(work)
-        return Prediction(made.peak_bytes, "fundamental", "any", seconds, flops, IDEAL.source)
+        return Prediction(
+            made.peak_bytes, "fundamental", "any", seconds, flops, IDEAL.source,
+            curve=thinned(made.timeline.totals),
+        )  # fmt: skip
 
 
 def _profile(trace: Trace, techniques: Techniques) -> MemoryProfile:

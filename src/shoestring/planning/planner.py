@@ -40,7 +40,8 @@ from .cost import IDEAL, NOMINAL, Costs, costs_of
 from .device_estimates import DeviceEstimates
 from .fundamental import FundamentalEstimates
 from .margin import Margin
-from .ranks import Ranks, plan_for_ranks
+from .prices import prices as find_prices
+from .ranks import SharedStep, plan_for_ranks
 from .reasons import choices
 from .result import BudgetPlan, FrontPoint
 from .search import Candidate, Found, budget_error, pareto, search, smallest
@@ -51,6 +52,8 @@ MARGIN = {"cpu": 0.01, "cuda": 0.04}
 is bounded by rule. On CUDA of what a budget holds beside parameters, state and gradients: what is
 reserved was up to 2.8% above its prediction in 25 measured steps."""
 
+_ABOUT = 0.05
+"""How much above the least memory a plan may be that a hint names."""
 _POINTS = 8
 """Of the front of each kind, predicted by their own steps."""
 
@@ -69,6 +72,7 @@ def plan(
     batches: Iterable[Any] | None = None,
     ranks: int = 1,
     sharding: Literal["ddp", "fsdp"] = "ddp",
+    prices: bool = False,
 ) -> BudgetPlan:
     """Find the plan of least predicted time that fits the budget, lossless if there is one.
 
@@ -96,6 +100,8 @@ def plan(
             plan holds for all of them.
         ranks: Processes that share every batch; the budget is that of each.
         sharding: As for `parallel` of `apply`: "ddp", or "fsdp" to split the model, too.
+        prices: Also plan for one and two tenths less and more: what that would cost and buy. Of one
+            batch; none for a model that cannot be traced.
 
     Returns:
         A `BudgetPlan`: techniques, what is predicted with and without them, and why.
@@ -103,11 +109,13 @@ def plan(
     Raises:
         BudgetError: Nothing fits; it names the smallest budget that works.
 
-    Example:
+    Examples:
         >>> plan = ss.plan(model, batch, loss=loss, optimizer="adamw", budget="8 GB")
     """
     budget_bytes = parse_size(budget)
-    shared = Ranks(ranks, sharding)
+    shared = SharedStep(ranks, sharding)
+    if batches is not None and prices:
+        raise InputError("prices are of one batch", hint="leave out batches, or give the longest")
     if batches is not None:
         if ranks > 1:
             raise InputError(
@@ -134,7 +142,8 @@ def plan(
         )  # fmt: skip
         if ranks > 1:
             return plan_for_ranks(planner, shared, budget_bytes, loss)
-        return planner.plan(budget_bytes)
+        found = planner.plan(budget_bytes)
+        return planner.priced(found) if prices else found
     except Exception as error:
         because = untraced(error)
         here = next(model.parameters()).device.type if because is not None else ""
@@ -260,6 +269,12 @@ class Planner:
                 raise self._too_small(budget_bytes, found)
         return self._result(found, budget_bytes)
 
+    def priced(self, plan: BudgetPlan) -> BudgetPlan:
+        """The same plan with what somewhat less and more memory would cost and buy."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # said for the plan itself
+            return replace(plan, prices=find_prices(plan, self.plan))
+
     def _kept(self, mildest: Setting) -> Found | None:
         """Nothing but what costs nothing."""
         plain = self.estimates.plain
@@ -362,7 +377,7 @@ class Planner:
 
     def _tightest(self, *settings: Setting) -> int | None:
         """Peak of the smallest plan by either, from its own step where that can run."""
-        found = [front[0] for s in settings if (front := self.estimates.front(s))]
+        found = [one for s in settings if (one := self.estimates.least(s, _ABOUT)) is not None]
         if not found:
             return None
         least = min(found, key=lambda c: c.peak_bytes)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from ..errors import InputError, needs_extra
 from ..memory.prediction import Prediction
-from ..units import format_size
-from .result import FrontPoint, format_seconds
+from ..units import format_seconds, format_size
+from .result import FrontPoint
 
 
 def front_table(points: Sequence[FrontPoint], plain: Prediction) -> str:

@@ -31,7 +31,7 @@ from .settings import Setting
 _TRIES = 6
 
 
-class Ranks:
+class SharedStep:
     """How many processes share a step, and how."""
 
     def __init__(self, count: int, sharding: str) -> None:
@@ -81,7 +81,7 @@ class Ranks:
         )  # fmt: skip
 
 
-def plan_for_ranks(planner: Any, ranks: Ranks, budget_bytes: int, loss: Any) -> BudgetPlan:
+def plan_for_ranks(planner: Any, ranks: SharedStep, budget_bytes: int, loss: Any) -> BudgetPlan:
     """The plan of a planner, which is for a rank's share of the batch, that fits every rank."""
     context = planner.context
     model, batch, device = context.model, context.batch, context.device
@@ -127,7 +127,7 @@ def plan_for_ranks(planner: Any, ranks: Ranks, budget_bytes: int, loss: Any) -> 
 
 
 def _too_small(
-    error: BudgetError | None, ranks: Ranks, budget_bytes: int, less: int
+    error: BudgetError | None, ranks: SharedStep, budget_bytes: int, less: int
 ) -> BudgetError:
     told = (
         f"no plan fits {format_size(budget_bytes)} on each of {ranks.count} {ranks.sharding} ranks"

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ..html_table import caption
+from ..memory.picture import Curve, Picture, draw_curves
 from ..memory.prediction import Prediction
 from ..techniques.claims import LOSSLESS, LOSSY, NEAR_LOSSLESS
 from ..techniques.plan import Plan
-from ..units import format_flops, format_size
+from ..units import format_flops, format_seconds, format_size
+from .prices import Price, price_lines
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,8 @@ class BudgetPlan(Plan):
     choices: tuple[Choice, ...]
     front: tuple[FrontPoint, ...] = ()
     """From the least memory to the least time."""
+    prices: tuple[Price, ...] = ()
+    """What somewhat less and more memory would cost and buy, where that was asked for."""
     rates: Mapping[str, Any] = field(default_factory=dict)
     """How fast the device was taken to be: the same rates give the same plan."""
     ranks: int = 1
@@ -82,6 +87,35 @@ class BudgetPlan(Plan):
         kinds = [choice.kind for choice in self.choices]
         return next((kind for kind in (LOSSY, NEAR_LOSSLESS) if kind in kinds), LOSSLESS)
 
+    def plot(self, file: str | Path | None = None) -> Picture:
+        """Draw the memory of the plain and of the planned step over one another, and the budget.
+
+        Args:
+            file: Name of an SVG file to write.
+
+        Returns:
+            The picture, which a notebook shows.
+
+        Examples:
+            >>> ss.plan(model, batch, loss=loss, optimizer="adamw", budget="8 GB").plot("plan.svg")
+        """
+        curves = [
+            Curve(f"{name}: peak {format_size(of.peak_bytes)}", of.curve or (of.peak_bytes,) * 2,
+                  name)
+            for name, of in (("plain", self.plain), ("planned", self.predicted))
+        ]  # fmt: skip
+        how = "Measured" if self.by_running else "Predicted"
+        where = "" if self.predicted.device == "any" else f" on {self.predicted.device}"
+        picture = draw_curves(
+            curves, f"{how} memory of one training step{where}", budget_bytes=self.budget_bytes
+        )
+        if file is not None:
+            picture.save(file)
+        return picture
+
+    def _rows(self) -> list[tuple[str, str, str, str]]:
+        return [(c.part, c.setting, c.kind, c.why) for c in self.choices]
+
     def to_toml(self) -> str:
         """The plan for a person to edit; what was predicted stands above it as comments."""
         lines = [f"# {line}".rstrip() for line in self._summary()]
@@ -101,6 +135,7 @@ class BudgetPlan(Plan):
             "plain": self.plain.as_dict(),
             "choices": [vars(choice) for choice in self.choices],
             "front": [point.as_dict() for point in self.front],
+            "prices": [price.as_dict() for price in self.prices],
             "rates": dict(self.rates),
             "by_running": self.by_running,
             "ranks": self.ranks,
@@ -119,7 +154,7 @@ class BudgetPlan(Plan):
         seconds, flops = _number(predicted.seconds), _number(predicted.flops)
         of = "" if predicted.accounting == "fundamental" else f" on {predicted.device}"
         of += f", each of {self.ranks} ranks, {self.sharding}" if self.ranks > 1 else ""
-        return [
+        lines = [
             f"{self.kind}, for {format_size(self.budget_bytes)}: "
             f"predicted {format_size(predicted.peak_bytes)}{_scratch(predicted)} "
             f"({predicted.accounting} accounting{of}, {100 * self.margin:.2g}% left free), "
@@ -128,21 +163,31 @@ class BudgetPlan(Plan):
             f"plain; {format_flops(int(flops))}, {_times(flops, plain.flops)} plain "
             f"(time by costs {predicted.costs}{', as one CUDA graph' * predicted.captured})",
         ]
+        if predicted.link_bytes:
+            share = predicted.hidden_seconds / max(predicted.link_seconds, 1e-12)
+            lines.append(
+                f"{format_size(predicted.link_bytes)} come from the host and go back, "
+                f"{format_seconds(predicted.link_seconds)}, {100 * share:.0f}% of it hidden"
+            )
+        return lines
 
     def _repr_html_(self) -> str:
-        """In a notebook."""
-        rows = [[c.part, c.setting, c.kind, c.why] for c in self.choices]
-        return caption(
+        """In a notebook: both steps over time, and the parts of the plan."""
+        return self.plot().svg + caption(
             " · ".join([self.short(), *self._summary()]),
-            [["technique", "setting", "claim", "why"], *rows],
+            [("technique", "setting", "claim", "why"), *self._rows()],
         )
 
     def __str__(self) -> str:
         first = f"{self.short()}: {format_size(self.predicted.peak_bytes)}"
         if not self.by_running:
             first += f", {_times(_number(self.predicted.flops), self.plain.flops)} FLOPs"
-        rows = [(c.part, c.setting, c.kind, c.why) for c in self.choices]
-        return "\n".join([first, *self._summary(), *_table(rows)])
+        return "\n".join([first, *self._summary(), *_table(self._rows()), *price_lines(self)])
+
+    @property
+    def summary(self) -> str:
+        """What is predicted, in a few lines."""
+        return "\n".join(self._summary())
 
 
 def _scratch(predicted: Prediction) -> str:
@@ -150,14 +195,6 @@ def _scratch(predicted: Prediction) -> str:
         return f", {format_size(predicted.reserved_bytes)} reserved"
     nbytes = predicted.scratch_bytes
     return f" and {format_size(nbytes)} scratch of kernels" if nbytes else ""
-
-
-def format_seconds(seconds: float) -> str:
-    """'12.3 ms'."""
-    for unit, scale in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
-        if seconds * scale >= 1 or unit == "µs":
-            return f"{seconds * scale:.3g} {unit}"
-    raise AssertionError
 
 
 def _number(value: float | None) -> float:

@@ -74,8 +74,8 @@ class Estimates(Protocol):
         """The fastest that is estimated to need so much less, by the same setting."""
         ...
 
-    def least(self, setting: Setting) -> Candidate | None:
-        """The one of least memory."""
+    def least(self, setting: Setting, hardly: float = ...) -> Candidate | None:
+        """The one of least memory, or a simpler one that takes hardly more."""
         ...
 
     def front(self, setting: Setting) -> list[Candidate]:

@@ -48,6 +48,10 @@ def not_capturable(setup: Setup) -> str | None:
     """
     if any(isinstance(m, nn.RNNBase) and m.dropout > 0 for m in setup.model.modules()):
         return "cuDNN draws the dropout of recurrent layers from a state of its own"
+    if setup.not_captured:
+        return setup.not_captured
+    if setup.clips and getattr(setup.clip, "norm", None) is not None:
+        return "the passes run twice: for the norm of gradients, and to release them clipped"
     if setup.update_on_device or type(setup.optimizer) is torch.optim.SGD:
         return None
     if all(group.get("capturable") for group in setup.optimizer.param_groups):
@@ -153,7 +157,7 @@ class GraphRunner:
         self._seen[shapes] = [None if at is None else at - start for at in starts.found]
         if len(self._seen) > MOST_SHAPES:
             self._seen.popitem(last=False)
-        # The first step makes the optimizer's state. Numbers that steps change are no change here:
+        # The first step makes the optimizer's state. Numbers that steps change do not count:
         # the capture says why it cannot be.
         self._program, self._addresses = self._settings(), self._where()
         return loss

@@ -15,6 +15,7 @@ from ..memory.live.live import LivePeak, live_at_peak
 from ..memory.live.measure import Measurement, track
 from ..techniques.base import Setup, Technique
 from ..techniques.plan import Plan
+from ..techniques.splitting.weights import weighted_loss
 from ..trace.capture import Loss, check_loss
 from ..trace.fakes import is_fake
 from ..trace.graph import Phase
@@ -41,8 +42,7 @@ class Step:
         self._updates = 0
         self._norm: torch.Tensor | None = None
         """Always the same tensor: a captured step writes into it, too."""
-        self._clip = Clip.of(clip)
-        self._check_gradients_wait("clipped", self._clip is not None)
+        self._clip = self._clip_for(clip)
         self._graph = self._runner()
         self.measured: Measurement | None = None
         """What the last `measure` found."""
@@ -112,11 +112,19 @@ class Step:
 
     @clip.setter
     def clip(self, given: float | Clip | None) -> None:
-        chosen = Clip.of(given)
-        self._check_gradients_wait("clipped", chosen is not None)
+        chosen = self._clip_for(given)
         if chosen != self._clip and self._graph is not None:
             self._graph.drop()
         self._clip = chosen
+        if self._setup.clips:  # passes that run twice are not captured
+            self._graph = self._runner()
+
+    def _clip_for(self, given: float | Clip | None) -> Clip | None:
+        chosen = Clip.of(given)
+        if not self._setup.clips:
+            self._check_gradients_wait("clipped", chosen is not None)
+        self._setup.clip = chosen
+        return chosen
 
     @property
     def grad_norm(self) -> torch.Tensor | None:
@@ -287,7 +295,7 @@ class Step:
             entering(Phase.FORWARD)
             value = setup.run(part)
             check_loss(value)
-            weighted = _weighted(value, weight)
+            weighted = weighted_loss(value, weight)
             entering(Phase.BACKWARD)
             setup.backward(weighted)
             shown = weighted.detach()
@@ -306,7 +314,9 @@ class Step:
         for call in self._setup.before_update:
             call()
         if self._clip is not None:
-            found = self._clip_gradients(self._clip)
+            found = self._setup.norm
+            if found is None:
+                found = self._clip_gradients(self._clip)
             if found is None:
                 self._norm = None
             elif self._norm is None:
@@ -405,16 +415,3 @@ def apply_alone(
         if not chosen.predicted.captured:
             step.use_graph(False, "the plan is for eager steps, for which alone there was room")
     return step
-
-
-def _weighted(loss: torch.Tensor, weight: float | torch.Tensor | None) -> torch.Tensor:
-    """A part's loss in the loss of its minibatch; of a part that has no unit, 0/0, nothing.
-
-    A weight on the CPU beside a loss elsewhere is a number to its kernel, and known not to be zero.
-    """
-    if weight is None:
-        return loss
-    if not isinstance(weight, torch.Tensor):
-        return loss * weight
-    weighted = loss * weight.to(loss.dtype)
-    return weighted.masked_fill(weight == 0, 0) if weight.device == loss.device else weighted

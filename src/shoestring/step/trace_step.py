@@ -77,7 +77,7 @@ def capture_step(
     if captured is not None:
         return _with_convolutions(request.trace(captured=captured)[0], device)
     known = _captured_needs_more.setdefault(model, {})
-    kind = tuple(technique.name for technique in plan.techniques)
+    kind = tuple(t.name for t in plan.techniques if not (t.revisable or t.leaves_passes))
     made, differs = request.trace(captured=known.get(kind, False))
     if kind not in known and differs:
         as_graph, _ = request.trace(captured=True)
@@ -98,7 +98,7 @@ def _with_convolutions(made: Trace, device: str) -> Trace:
 
 _captured_needs_more: weakref.WeakKeyDictionary[nn.Module, dict[Any, bool]]
 _captured_needs_more = weakref.WeakKeyDictionary()
-"""Models whose captured steps differ from eager ones, by the techniques of the plan."""
+"""Models whose captured steps differ from eager ones, by techniques that change the passes."""
 
 
 @dataclass(frozen=True)

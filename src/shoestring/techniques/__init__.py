@@ -1,22 +1,26 @@
 """Techniques: each a frozen setting that transforms a trace and a training step."""
 
+from .activation_bits import ActivationBits
 from .base import Technique
 from .checkpointing import Checkpointing
 from .chunked_loss import ChunkedLoss
 from .fused_update import FusedUpdate
 from .gradient_release import GradientRelease
 from .microbatching import Microbatching
+from .offload import Offload
 from .optimizer_state import OptimizerState
 from .precision import Precision
 from .registry import register, registered
 from .sparsity import Sparsity
 
 __all__ = [
+    "ActivationBits",
     "Checkpointing",
     "ChunkedLoss",
     "FusedUpdate",
     "GradientRelease",
     "Microbatching",
+    "Offload",
     "OptimizerState",
     "Precision",
     "Sparsity",

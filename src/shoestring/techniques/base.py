@@ -100,6 +100,12 @@ class Setup:
     """Called when the gradients of all parts are there, before they are clipped."""
     gradients_gone: str = ""
     """Why gradients do not wait for the update (the backward pass makes it); "" where they do."""
+    clips: bool = False
+    """Whoever updates in the backward pass clips there, as `clip` says."""
+    clip: Any = None
+    """The step's `Clip`: a norm, or a value, for each update; None for neither."""
+    norm: torch.Tensor | None = None
+    """Of the gradients of this update before they were clipped, where `clips` found it."""
     after_update: list[Callable[[], object]] = field(default_factory=list)
     """Called after every update; True says that parameters or buffers were replaced."""
     state: dict[str, HasState] = field(default_factory=dict)
@@ -115,6 +121,8 @@ class Setup:
     """The update reads nothing back to the host, whatever the optimizer does by itself."""
     rates_on_device: Callable[[], bool] = lambda: False
     """Whether the update takes learning rates as tensors, so that a graph follows a schedule."""
+    not_captured: str = ""
+    """Why a technique keeps the step from being one CUDA graph; "" where none does."""
     loss: Callable[[nn.Module, Any], torch.Tensor] | None = None
     """The user's own, (model, batch) → loss; `run` is what the step makes of it."""
     wrapper: Any = None
@@ -161,12 +169,16 @@ class Technique:
     """What is resident, or what the update takes, differs with it."""
     changes_passes: ClassVar[bool] = False
     """What forward and backward hold differs with it by more than a factor: they are traced."""
+    leaves_passes: ClassVar[bool] = False
+    """Whether forward and backward run as they would without it."""
     some_tell_all: ClassVar[bool] = True
     """What it changes in an update is in proportion to the tensors' bytes."""
     updates_apart: ClassVar[bool] = False
     """Its update takes tensor after tensor, also on CUDA, where optimizers take all together."""
     updates_on_device: ClassVar[bool] = False
     """Its update reads nothing back to the host, so that the step can be one CUDA graph."""
+    runs_eagerly: ClassVar[bool] = False
+    """With it a step on CUDA cannot be one graph."""
     state_first: ClassVar[bool] = False
     """The optimizer's state is there before the first pass, not made by the first update."""
     stores_weights: ClassVar[bool] = False
@@ -175,6 +187,9 @@ class Technique:
     """A trace of the passes needs the optimizer that trains."""
     moves_elements: ClassVar[bool] = False
     """Between updates elements of a parameter, and of state of its shape, change their places."""
+    rounds_saved: ClassVar[bool] = False
+    """It rounds what is saved for backward at random: others that change what is saved are proven
+    in the plan without it."""
     proof: ClassVar[Literal["without", "alone"] | None] = None
     """How a lossless one is proven beside lossy ones: the plan without it, or it alone."""
     suspects: ClassVar[Mapping[str, str]] = {}
@@ -349,6 +364,10 @@ class Technique:
     def scheduler(cls, context: Context) -> Scheduler | None:
         """Of the technique that fills the room a plan leaves: finds its settings by bytes."""
         return None
+
+    def folds_parts(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Of one that updates in the backward pass: gradients of parts before the last go, too."""
+        return False
 
     def estimate_update(self, updates: Updates) -> Update | None:
         """What the update takes, where that needs no trace."""

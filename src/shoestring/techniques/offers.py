@@ -64,6 +64,8 @@ class Offer:
     """The name by which it is allowed where it is lossy; by default the technique's."""
     dominates: bool = False
     """Costs neither bytes nor time: wherever it is allowed, no plan is made without it."""
+    last: bool = False
+    """Only where no plan as lossless fits without it: it takes more than the device and time."""
     recomputed: float = 0.0
     """Share of the forward pass that runs twice, where no trace says what that costs."""
 
@@ -160,6 +162,8 @@ class Update:
     passing_bytes: int
     """What the update needs for a moment beside all of the above."""
     work: Work
+    link_bytes: int = 0
+    """What comes from the host and goes back there."""
 
     def toward(self, other: Update, share: float) -> Update:
         """On the line to another; the work is this one's."""

@@ -16,7 +16,7 @@ Example, the update `buffer.mul_(0.9).add_(gradient); weight.add_(buffer)`:
     add_     v15, gradient    buffer (v16)    v15 → v16            v0
     add_     weight (v0), v16 weight (v18)    v16                  v0 → v18
 
-A view is no new value: it reads its storage's. Autograd tells which forward operation a backward
+A view is not a new value: it reads its storage's. Autograd tells which forward operation a backward
 one belongs to: every node has a number, and the recorder notes the operation that ran when the
 node was made. `capture.py` freezes the lists into a `Trace`.
 """
@@ -48,6 +48,7 @@ from .grouped import grouped_product
 from .losses import is_whole, with_whole_storage
 from .onednn import with_workspace
 from .outside import UNKNOWN
+from .places import bytes_here
 from .statistics import with_wide_statistics
 
 _MASK_MAKERS = ("bernoulli", "bernoulli_")
@@ -122,11 +123,11 @@ class Recorder(TorchDispatchMode):
         index = self._by_address.get(address)
         if index is not None:
             record = self.storages[index]
-            record.nbytes = storage.nbytes()
+            record.nbytes = bytes_here(storage)
             return record
         record = StorageRecord(
             index=len(self.storages),
-            nbytes=storage.nbytes(),
+            nbytes=bytes_here(storage),
             birth=len(self.ops) if self.recording else -1,
             death=None,
             module=self._module_stack[-1] if self._module_stack else "",

@@ -414,22 +414,27 @@ class Proof:
 
     def _without(self, technique: Technique) -> Comparison:
         """All that training leaves behind, with and without one technique of the plan."""
-        kept = self.plan.without(technique.name)
+        blurred = [t.name for t in self.plan.techniques if t.rounds_saved and t is not technique]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", NoEffectWarning)  # said once
-            side = self._make_planned(kept)
-            if side.scale is not None:
-                assert self.planned.scale is not None
-                side.scale.copy_(self.planned.scale)
-            without = side.train(self.data)
+            without = self._train_by(self.plan.without(technique.name, *blurred))
+            found = self._train_by(self.plan.without(*blurred)) if blurred else self.found
         on_cpu = next(iter(self.planned.named.values())).is_cpu
         claim = Level.EQUAL if on_cpu else Level.ROUNDING
         merged = RoundingNoise({}, max(noise.relative for noise in self._noise.values()))
-        seen = distance(without.all(), self.found.all(), merged, ROUNDING_MULTIPLE)
+        seen = distance(without.all(), found.all(), merged, ROUNDING_MULTIPLE)
         level = Level.EQUAL if seen.equal else Level.ROUNDING if seen.within else Level.LOSSY
-        if without.streams != self.found.streams:
+        if without.streams != found.streams:
             level = Level.LOSSY
         return Comparison(technique.name, claim, level, seen.relative, seen.bound, "", seen.name)
+
+    def _train_by(self, plan: Plan) -> Any:
+        """By another plan, from the same loss scale on."""
+        side = self._make_planned(plan)
+        if side.scale is not None:
+            assert self.planned.scale is not None
+            side.scale.copy_(self.planned.scale)
+        return side.train(self.data)
 
     def _suspected(self, row: Comparison) -> Comparison:
         if row.found is Level.UNPROVEN or row.why.startswith("plain training gives"):

@@ -51,6 +51,7 @@ def _adapted(stage: Stage, at: Conditions) -> Stage:
         held_bytes=made(stage.held_bytes),
         pass_bytes=made(stage.pass_bytes),
         gradient_bytes=made(stage.gradient_bytes),
+        freed_bytes=made(stage.freed_bytes),
         parameter_gradient_bytes=0 if by.parts > 1 else int(own * at.gradients),
     )
 

@@ -109,7 +109,13 @@ def estimate_chain(
     held = max(0, *(other.kept[0] - kept.kept[0] for other in others))
     fixed_bytes = kept.fixed_bytes + held
     blocks_ = [
-        _stage(path, _Block(kept, i), {o: found(i, o) for o in lighter}, found(i, ("keep",)))
+        _stage(
+            path,
+            _Block(kept, i),
+            _Block(kept, shown_by[i, ("keep",)][1]),
+            {o: found(i, o) for o in lighter},
+            found(i, ("keep",)),
+        )
         for i, path in enumerate(ran, start=1)
     ]
     head, tail = (
@@ -125,7 +131,7 @@ def _shifted(plain: Chain, kept: StagedRun) -> Chain:
     stages = [
         replace(
             stage,
-            options=_shifted_options(stage, _option(_Block(kept, i), None)),
+            options=_shifted_options(stage.options, _option(_Block(kept, i), None)),
             parameter_gradient_bytes=kept.gradients[i],
         )
         for i, stage in enumerate(plain.stages)
@@ -136,8 +142,9 @@ def _shifted(plain: Chain, kept: StagedRun) -> Chain:
     )  # fmt: skip
 
 
-def _shifted_options(stage: Stage, now: Option) -> dict[str, Option]:
-    was = stage.options["keep"]
+def _shifted_options(options: Mapping[str, Option], now: Option) -> dict[str, Option]:
+    """Of a block that differs by as much in every way as when it is kept."""
+    was = options["keep"]
     backward = now.backward_bytes - was.backward_bytes
     return {
         name: replace(
@@ -149,7 +156,7 @@ def _shifted_options(stage: Stage, now: Option) -> dict[str, Option]:
             forward=option.forward + now.forward - was.forward,
             backward=option.backward + now.backward - was.backward,
         )
-        for name, option in stage.options.items()
+        for name, option in options.items()
     }
 
 
@@ -170,27 +177,42 @@ ShownBy = dict[tuple[int, Item], tuple[int, int]]
 def _rounds(
     kept: StagedRun, classes: list[str], lighter: tuple[str, ...]
 ) -> tuple[list[tuple[Item, ...]], ShownBy]:
-    """What to do with the blocks in further runs, so that each kind shows all its ways.
-
-    Blocks are of a kind when they are of a class and do not differ when all are kept.
-    """
-    kinds: dict[Any, list[int]] = defaultdict(list)
-    for i, name in enumerate(classes, start=1):
-        kinds[name, _option(_Block(kept, i), None), kept.gradients[i]].append(i)
+    """What to do with the blocks in further runs, so that each kind shows all its ways."""
     rounds: list[dict[int, Item]] = []
     shown_by: ShownBy = {}
     ways: tuple[Item, ...] = (*lighter, ("keep",))
-    for members in kinds.values():
+    for typical, members in _kinds(kept, classes, len(ways)):
         for way, item in enumerate(ways):
-            number, place = divmod(way, len(members))
+            number, place = divmod(way, len(typical))
             while len(rounds) <= number:
                 rounds.append({})
-            shown = members[-1] if item == ("keep",) and place else members[place]
+            shown = typical[-1] if item == ("keep",) and place else typical[place]
             rounds[number][shown] = item
             for i in members:
                 shown_by[i, item] = number, shown
     items = [tuple(r.get(i, "keep") for i in range(1, len(classes) + 1)) for r in rounds]
     return items, shown_by
+
+
+def _kinds(kept: StagedRun, classes: list[str], ways: int) -> list[tuple[list[int], list[int]]]:
+    """Blocks of a class that do not differ when all are kept, and those that count as their kind.
+
+    The first and the last of many may differ from the others in what head and tail need of them.
+    """
+    alike: dict[Any, list[int]] = defaultdict(list)
+    for i, name in enumerate(classes, start=1):
+        alike[name, kept.gradients[i], _option(_Block(kept, i), None)].append(i)
+    kinds: dict[Any, list[list[int]]] = defaultdict(list)
+    for (name, gradients, option), members in alike.items():
+        kinds[name, gradients, option.forward, option.backward].append(members)
+    made: list[tuple[list[int], list[int]]] = []
+    for groups in kinds.values():
+        typical = max(groups, key=len)
+        if len(typical) >= ways:
+            made.append((typical, [i for members in groups for i in members]))
+        else:
+            made += [(members, members) for members in groups]
+    return made
 
 
 def _classes(model: nn.Module, paths: tuple[str, ...]) -> list[str]:
@@ -205,8 +227,11 @@ class _Block:
     at: int
 
 
-def _stage(path: str, kept: _Block, lighter: Mapping[str, _Block], again: _Block) -> Stage:
-    keep = _option(kept, again)
+def _stage(
+    path: str, kept: _Block, like: _Block, lighter: Mapping[str, _Block], again: _Block
+) -> Stage:
+    """A block by what one of its kind showed."""
+    keep = _option(like, again)
     options = {"keep": keep}
     besides = max(keep.again_bytes - keep.backward_bytes, 0)
     for name, block in lighter.items():
@@ -218,11 +243,12 @@ def _stage(path: str, kept: _Block, lighter: Mapping[str, _Block], again: _Block
     run, i = kept.run, kept.at
     return Stage(
         name=path,
-        options=options,
+        options=options if i == like.at else _shifted_options(options, _option(kept, None)),
         held_bytes=again.run.kept[again.at],
         pass_bytes=again.run.forward_peak(again.at),
         gradient_bytes=run.watch.gradient_bytes.get(i - 1, 0),
         parameter_gradient_bytes=run.gradients[i],
+        freed_bytes=max(run.freed[i], *(b.run.freed[b.at] for b in lighter.values()), 0),
         joins=run.joins(i - 1),
     )
 

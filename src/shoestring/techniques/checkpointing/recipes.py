@@ -39,6 +39,7 @@ from torch.overrides import TorchFunctionMode
 from ...memory.nodes import WIDE
 from ...torch_private.autograd import DisableTorchFunction, active_saved_tensors_hooks
 from ...torch_private.trees import tree_leaves
+from ..saving import keeps_inputs
 from .functions import CHEAP, ELEMENTWISE, JOINTS, NODES, PRODUCTS, SAVES_OUTPUT, WIDENING
 from .regions import without_statistics
 
@@ -70,7 +71,8 @@ class _Kept:
 
     def __init__(self, tensor: torch.Tensor, outer: Any) -> None:
         self._value: torch.Tensor | None = tensor if outer is None else None
-        self._packed = None if outer is None else outer[0](tensor)
+        with keeps_inputs():
+            self._packed = None if outer is None else outer[0](tensor)
         self._unpack = None if outer is None else outer[1]
         self._version = tensor._version
 
@@ -134,7 +136,7 @@ def _resolved(argument: Any) -> Any:
 class Recipes:
     """A context in which the outputs of chosen functions are saved as recipes.
 
-    These are normalisations, activations and what they are written with; `wide` adds products much
+    These are normalizations, activations and what they are written with; `wide` adds products much
     larger than what they read. With `every` they are all functions, in parts of so many, and what
     passes from one part to the next is kept.
     """

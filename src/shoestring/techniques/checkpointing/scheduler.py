@@ -134,13 +134,18 @@ class BlockScheduler:
                 rest: tuple[Item, ...] = ("cheap",) * (len(paths) - count)
                 yield self._of((*_groups(joins[:count], size), *rest), paths)
 
+    @cached_property
+    def _plain(self) -> Work:
+        """Of the passes as they are."""
+        return work_of_passes(self._context.trace)
+
     def _scheduled(self, at: Conditions, schedule: Schedule) -> Scheduled:
         assert self._chain is not None
         paths = tuple(stage.name for stage in self._chain.blocks)
         differs = self._wrapped_differs and at.scales.width == 1  # 16 bits have the kernels anyway
         plain = all(item == "keep" for item in schedule.items) and not differs
         parts = at.scales.parts
-        kept = self.kept or work_of_passes(self._context.trace)
+        kept = self.kept or self._plain
         return Scheduled(
             None if plain else self._of(schedule.items, paths),
             schedule.peak_bytes,

@@ -135,6 +135,7 @@ class _Table:
 
         stages, cost = self.stages, self.cost
         self.held = steps([stage.held_bytes for stage in stages])
+        self.freed = [slots(stage.freed_bytes) for stage in stages]
         self.later = [slots(nbytes) for nbytes in self.chain.later_gradient_bytes]
         self.waiting = [
             slots(nbytes + (0 if t == self.end else stage.gradient_bytes))
@@ -190,7 +191,7 @@ class _Table:
                 last = min(t, self.reach[s])
                 if s < last:
                     costs, needs = self._passes(s, t, last)
-                    both = self.after[t, s + 1 : last + 1] + self.best[s, s:last]
+                    both = self.after[t, s + 1 : last + 1] + self._regions(s, last)
                     both += costs[:, None]
                     least = np.maximum(
                         enough[s, s:last], enough[s + 1 : last + 1, t] + held[s:last]
@@ -212,6 +213,16 @@ class _Table:
             return max(leaf.again + self.later[s + 1], 0), leaf.again_cost, 0
         need = max(leaf.forward + self.waiting[t], leaf.backward + self.later[s + 1], leaf.kept)
         return need, leaf.cost, leaf.kept
+
+    def _regions(self, s: int, last: int) -> np.ndarray:
+        """Least cost of the regions s…u-1, for u = s+1…last: those of several hold their input."""
+        inside, freed = self.best[s, s:last], min(self.freed[s], self.size)
+        if not freed:
+            return inside
+        made = np.full_like(inside, np.inf)
+        made[0] = inside[0]
+        made[1:, freed:] = inside[1:, : self.size - freed]
+        return made
 
     def _passes(self, s: int, t: int, last: int) -> tuple[np.ndarray, np.ndarray]:
         """Cost and slots of running s…u-1 without keeping anything, for u = s+1…last."""
@@ -241,7 +252,7 @@ class _Table:
             last = min(t, self.reach[s])
             if s < last:
                 costs, needs = self._passes(s, t, last)
-                totals = self.after[t, s + 1 : last + 1, x] + self.best[s, s:last, x] + costs
+                totals = self.after[t, s + 1 : last + 1, x] + self._regions(s, last)[:, x] + costs
                 totals[needs > x] = np.inf
                 choices += [(c, s + 1 + i, self.held[s + i]) for i, c in enumerate(totals.tolist())]
             for leaf in reversed(self.leaves[s]):
@@ -255,7 +266,7 @@ class _Table:
                 items.append(chosen)
                 s += 1
             else:
-                items.append(self._items(s, chosen - 1, x))
+                items.append(self._items(s, chosen - 1, x - self.freed[s] * (chosen - 1 > s)))
                 s = chosen
             x -= held
         return tuple(items)

@@ -129,8 +129,20 @@ class StagedRun:
                 self.gradients[_where(self.backward, storage.birth)] += nbytes
             elif storage.birth < begin and (storage.death > begin or storage.index in boundary):
                 self.kept[_where(self.forward, storage.birth)] += nbytes
+        self.freed = [0, *(self._freed(block, begin, unit) for block in range(last + 1)), 0]
+        self.kept = [
+            max(kept - freed, 0) for kept, freed in zip(self.kept, self.freed, strict=True)
+        ]
         self.before = np.cumsum([0, *self.kept])
         self.later = np.cumsum([0, *self.gradients[::-1]])[::-1]
+
+    def _freed(self, block: int, begin: int, unit: int) -> int:
+        """Of what the block before gave back, and kept for it: what goes when this one has run."""
+        if block < 1:
+            return 0
+        given = (self.trace.storages[index] for index in set(self.watch.outputs[block - 1]))
+        dead = (s.nbytes for s in given if 0 <= s.birth < begin and s.death <= begin)
+        return sum(-(-nbytes // unit) * unit for nbytes in dead)
 
     def forward_peak(self, i: int) -> int:
         """Peak of a stage's forward pass, above what the stages before it keep."""

@@ -32,7 +32,8 @@ class Option:
     """
 
     kept_bytes: int
-    """Held from its forward to its backward pass: saved tensors, and its output."""
+    """Held from its forward to its backward pass: saved tensors, and its output; less what is
+    freed of its input."""
     forward_bytes: int
     """Peak of its forward pass."""
     backward_bytes: int
@@ -61,6 +62,8 @@ class Stage:
     """Gradient of its output, there while a region that it ends is recomputed."""
     parameter_gradient_bytes: int = 0
     """Gradients that its backward pass leaves behind."""
+    freed_bytes: int = 0
+    """Of its input, what goes when a leaf has run, though a region that starts here holds it."""
     joins: bool = True
     """Nothing but the next block reads its output, so one region may hold both."""
 
@@ -108,7 +111,7 @@ class Schedule:
 
     @property
     def extra_cost(self) -> float:
-        """What making again costs."""
+        """What recomputing costs."""
         return self.cost - self.plain_cost
 
 
@@ -146,6 +149,8 @@ class _Run:
         waiting = self.later[stop] + (0 if top else self.stages[stop - 1].gradient_bytes)
         begun: list[tuple[Item, int, int]] = []
         at, held = first, outside
+        if not top and stop - first > 1:
+            held += self.stages[first].freed_bytes
         for item in items:
             begun.append((item, at, held))
             after = at + leaves(item)

@@ -34,6 +34,7 @@ class FusedUpdate(Technique):
     order: ClassVar[int] = 25
     addable: ClassVar[bool] = True
     updates_on_device: ClassVar[bool] = True
+    leaves_passes: ClassVar[bool] = True
     state_first: ClassVar[bool] = True
 
     def short(self) -> str:

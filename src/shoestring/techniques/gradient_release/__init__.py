@@ -14,7 +14,8 @@ from ..base import Flag, Setup, Technique
 from ..claims import MOVED, Circumstances, Claim, Level
 from ..offers import Context, Offer, Update, Updates
 from ..registry import register
-from .release import Release, folds
+from .folding import can_fold
+from .release import Release
 
 __all__ = ["GradientRelease"]
 
@@ -27,7 +28,8 @@ class GradientRelease(Technique):
     """Update each parameter in the backward pass, when its gradient is final, and free that.
 
     With microbatches gradients add up until the last one; those of SGD with momentum (not
-    Nesterov's) are added to the momentum itself, `fold=False` keeps their sum.
+    Nesterov's) are added to the momentum itself, `fold=False` keeps their sum. `fold="all"` adds
+    Adam's to its moments, too, the second from the squares of the parts.
     """
 
     name: ClassVar[str] = "gradient_release"
@@ -40,7 +42,11 @@ class GradientRelease(Technique):
     updates_in_backward: ClassVar[bool] = True
 
     wanted: bool = True
-    fold: bool = True
+    fold: bool | str = True
+
+    def __post_init__(self) -> None:
+        if self.fold not in (True, False, "all"):
+            raise InputError(f"cannot fold {self.fold!r}", hint="True, False or 'all'")
 
     @property
     def is_neutral(self) -> bool:
@@ -49,7 +55,8 @@ class GradientRelease(Technique):
 
     def short(self) -> str:
         """Its name."""
-        return "released gradients" if self.wanted else "kept gradients"
+        folded = ", folded" * (self.fold == "all")
+        return "released gradients" + folded if self.wanted else "kept gradients"
 
     def describe(self) -> tuple[str, str]:
         """What it does."""
@@ -66,11 +73,21 @@ class GradientRelease(Technique):
         """Where there is more than one gradient."""
         if sum(p.has_gradient for p in context.trace.parameters) > 1:
             yield Offer(cls(), "each gradient goes as soon as its parameter is updated")
+            if can_fold(context.optimizer, "all") and not can_fold(context.optimizer, True):
+                why = "gradients of microbatches go, too, into Adam's moments"
+                yield Offer(cls(fold="all"), why, lossiness=0.1)
 
     def claims(self, at: Circumstances) -> Iterable[Claim]:
         """The same update, earlier; parts are added in another order."""
-        if at.split and self.wanted:
+        if at.split and self.wanted and self.fold == "all":
+            why = "Adam's second moment adds squares of parts, not the square of their sum"
+            yield Claim(Level.LOSSY, why, (*MOVED, "loss", "buffers"))
+        elif at.split and self.wanted:
             yield Claim(Level.ROUNDING, "gradients are added to the momentum part by part", MOVED)
+
+    def folds_parts(self, optimizer: torch.optim.Optimizer) -> bool:
+        """As far as the optimizer tells."""
+        return can_fold(optimizer, self.fold)
 
     def estimate_update(self, updates: Updates) -> Update | None:
         """One tensor at a time."""
@@ -131,12 +148,11 @@ class GradientRelease(Technique):
                 "compensated accumulation keeps gradients until the end of the batch",
                 hint="accumulate='parameter'",
             )
-        plain = not setup.update_on_device
 
         def undo() -> None:
-            setup.updates_in_backward, setup.gradients_gone = False, ""
+            setup.updates_in_backward, setup.gradients_gone, setup.clips = False, "", False
 
         setup.undo.append(undo)
-        Release(setup, fold=self.fold and folds(setup, plain))
-        setup.updates_in_backward = True
+        Release(setup, fold=self.fold)
+        setup.updates_in_backward = setup.clips = True
         setup.gradients_gone = f"{self.name} updates each parameter in the backward pass"

@@ -11,6 +11,10 @@ linear: parts can be added to the buffer itself, so that no gradient outlives it
 b' = μ·b + g₁ + … + gₙ the update p ← p - lr·b' needs b' alone. Nesterov's is p - lr·(g + μ·b') =
 p - lr·((1 + μ)·b' - μ·b): it needs b beside b', which the first part has overwritten. So Nesterov's
 momentum keeps the sum, too.
+
+Where gradients are clipped by the norm of all, the passes run twice: the first time each gradient
+leaves its norm and goes, the second time it is clipped, and updates. In several parts the sum is
+kept anyway, so there the update waits for it, and nothing runs twice.
 """
 
 from __future__ import annotations
@@ -20,10 +24,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.optim import SGD
+from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_
 
 from ...errors import InputError
 from ..base import Setup
+from ..splitting.weights import weighted_loss
+from .folding import fold_adam, fold_momentum, folds
+from .rehearsal import taken_back, total_norm
 
 EACH = "each_parameter"
 """An attribute of hooks of an optimizer's step that may be called for one parameter at a time."""
@@ -32,10 +39,14 @@ EACH = "each_parameter"
 class Release:
     """The updates of a step, one parameter at a time."""
 
-    def __init__(self, setup: Setup, *, fold: bool) -> None:
+    def __init__(self, setup: Setup, *, fold: bool | str) -> None:
         self._setup = weakref.ref(setup)  # hooks hold this, and are held by the model
         self._update, self._split = setup.update, setup.split
-        self.fold = fold
+        self.fold = folds(setup, fold)
+        self._norms: dict[torch.Tensor, torch.Tensor] | None = None
+        """Of gradients, while the passes run for them alone."""
+        self._waits = False
+        """Gradients are clipped when all are there."""
         self._active = self._last = self._first = False
         self._released: set[torch.Tensor] = set()
         self._sums: dict[torch.Tensor, torch.Tensor] = {}
@@ -60,6 +71,9 @@ class Release:
             raise InputError(self._broken, hint="load a snapshot into a new step")
         self._check_hooks()
         self._released, self._active, self._first, self._sums = set(), True, True, {}
+        setup = self._setup()
+        assert setup is not None
+        setup.norm, clip = None, setup.clip
         parts = iter(self._split(batch))
         finished = False
         try:
@@ -67,16 +81,39 @@ class Release:
             while ahead is not None:
                 here, ahead = ahead, next(parts, None)
                 self._last = ahead is None
+                if self._first:
+                    self._waits = clip is not None and not self._last
+                    if clip is not None and self._last and clip.norm is not None:
+                        self._find_norm(setup, here)
                 yield here
                 self._first = False
             finished = True
         finally:
-            self._active = False
+            self._active = self._waits = False
             if not finished and self._released:
                 self._broken = (
                     f"an earlier step failed after {len(self._released)} of {len(self._groups)} "
                     "parameters were updated"
                 )
+
+    def _find_norm(self, setup: Setup, part: tuple[Any, Any]) -> None:
+        """Run the passes for the norm of all gradients; nothing else is left of them."""
+        self._norms = {}
+        try:
+            with taken_back(setup):
+                setup.backward(weighted_loss(setup.run(part[0]), part[1]))
+                for parameter in setup.model.parameters():  # that the optimizer does not hold
+                    if parameter.grad is not None:
+                        self._note_norm(parameter, setup.clip.norm_type)
+            order = [p for p in setup.model.parameters() if p in self._norms]
+            setup.norm = total_norm([self._norms[p] for p in order], setup.clip.norm_type)
+        finally:
+            self._norms = None
+
+    def _note_norm(self, parameter: torch.Tensor, kind: float) -> None:
+        assert self._norms is not None and parameter.grad is not None
+        self._norms[parameter] = torch.linalg.vector_norm(parameter.grad, kind)
+        parameter.grad = None
 
     def finish(self) -> None:
         """Update what still has a gradient: those that another hook took and gave back."""
@@ -97,13 +134,23 @@ class Release:
 
     @torch.no_grad()
     def _take(self, parameter: torch.Tensor) -> None:
-        if not self._active or parameter.grad is None:
+        if not self._active or parameter.grad is None or self._waits:
+            return
+        setup = self._setup()
+        assert setup is not None
+        if self._norms is not None:
+            self._note_norm(parameter, setup.clip.norm_type)
             return
         if parameter in self._released:
             raise InputError(
                 "a parameter got a second gradient after its update",
                 hint="checkpoint with use_reentrant=False, or leave out gradient_release",
             )
+        if setup.clip is not None:
+            if setup.norm is None:
+                clip_grad_value_([parameter], setup.clip.value)
+            else:
+                clip_grads_with_norm_([parameter], setup.clip.norm, setup.norm)
         if self.fold and self._folded(parameter):
             if self._last:
                 self._released.add(parameter)
@@ -124,7 +171,7 @@ class Release:
             optimizer.param_groups = groups
 
     def _folded(self, parameter: torch.Tensor) -> bool:
-        """Add the gradient to the momentum; the last part moves the parameter."""
+        """Add the gradient to the moments; the last part moves the parameter."""
         group, gradient = self._groups[parameter], parameter.grad
         assert gradient is not None
         if gradient.layout is not torch.strided or (self._first and self._last):
@@ -133,21 +180,8 @@ class Release:
         self._show(parameter, gradient)
         if group["maximize"]:
             gradient = gradient.neg()
-        if self._first:
-            if group["weight_decay"]:
-                gradient.add_(parameter, alpha=group["weight_decay"])
-            if state.get("momentum_buffer") is None:
-                state["momentum_buffer"] = gradient.clone()
-            else:
-                state["momentum_buffer"].mul_(group["momentum"]).add_(gradient)
-        else:
-            state["momentum_buffer"].add_(gradient)
-        if self._last:
-            rate = group["lr"]
-            if isinstance(rate, torch.Tensor):
-                parameter.sub_(state["momentum_buffer"] * rate)
-            else:
-                parameter.add_(state["momentum_buffer"], alpha=-rate)
+        fold = fold_adam if "betas" in group else fold_momentum
+        fold(parameter, gradient, state, group, first=self._first, last=self._last)
         parameter.grad = None
         return True
 
@@ -163,15 +197,3 @@ class Release:
             for hook in optimizer._optimizer_step_pre_hooks.values():
                 hook(optimizer, (), {})
             parameter.grad = gradient
-
-
-def folds(setup: Setup, plain: bool) -> bool:
-    """Whether parts can be added to the momentum: heavy-ball SGD, with its own update."""
-    return (
-        plain
-        and type(setup.optimizer) is SGD
-        and all(
-            group["momentum"] and not group["nesterov"] and not group["dampening"]
-            for group in setup.optimizer.param_groups
-        )
-    )

@@ -20,7 +20,7 @@ from ..offers import Context, Offer, Update, Updates
 from ..registry import register
 from .loading import CodedState
 from .storage import CodedMoments, MomentCodes
-from .update import QuantizedUpdate, piece_elements
+from .update import QuantizedUpdate
 
 __all__ = ["OptimizerState"]
 
@@ -29,10 +29,6 @@ _BOUND = 0.1
 """Of 8 bits after a few updates: codes are up to 0.8% off, and an update divides two of them."""
 _LOSS_BOUND = 0.02
 _LOSSINESS = {8: 0.02, 4: 0.2}
-_PIECE_BYTES = 48
-"""Of each element of a piece while it is updated without a kernel, at most; traced."""
-_TRACED_BYTES = 2**23
-"""Gradients up to which an update is traced; of a large model there are too many pieces."""
 
 
 @register
@@ -47,10 +43,11 @@ class OptimizerState(Technique):
     name: ClassVar[str] = "optimizer_state"
     order: ClassVar[int] = 22
     flags: ClassVar[tuple[Flag, ...]] = (
-        Flag("state_bits", "bits", int, "Of the optimizer's moments: 8 or 4.", label="state bits"),
+        Flag("state_bits", "bits", int, "Bits of each moment: 8 or 4.", label="state bits"),
     )
     updates_apart: ClassVar[bool] = True
     updates_on_device: ClassVar[bool] = True
+    leaves_passes: ClassVar[bool] = True
     state_first: ClassVar[bool] = True
 
     bits: int = 8
@@ -98,19 +95,17 @@ class OptimizerState(Technique):
         yield Claim(level, why, ("loss",), bound=_LOSS_BOUND)
 
     def estimate_update(self, updates: Updates) -> Update | None:
-        """By rule for a large model."""
-        kernels = updates.context.device == "cuda" and expected()
-        if not kernels and sum(updates.trained.values()) <= _TRACED_BYTES:
+        """Kernels by rule: they take nothing beside."""
+        if updates.context.device != "cuda" or not expected():
             return None
         wide = updates.without(self)
         trained = [p for p in updates.context.trace.parameters if p.has_gradient]
         count = 1 if isinstance(updates.context.optimizer, torch.optim.SGD) else 2
         state = count * sum(self._codes.nbytes(p.numel) for p in trained)
         gradients = wide.gradient_bytes
-        passing = 0 if kernels else _PIECE_BYTES * piece_elements(sum(p.numel for p in trained))
         moved = 3 * gradients + 2 * state
         work = Work(30 * sum(p.numel for p in trained), moved, len(trained))
-        return replace(wide, state_bytes=state, passing_bytes=passing, work=work)
+        return replace(wide, state_bytes=state, passing_bytes=0, work=work)
 
     def predict(self, trace: Trace) -> Trace:
         """Elements of this width; scales are a 64th of it and left out."""

@@ -75,7 +75,8 @@ class MomentCodes:
         if key + SCALE not in state:
             held: torch.Tensor = state[key]
             return held
-        rows = decode(state[key], state[key + SCALE], self.bits, signed=SIGNED[key])
+        codes, scale = (state[k].to(parameter.device) for k in (key, key + SCALE))
+        rows = decode(codes, scale, self.bits, signed=SIGNED[key])
         made = dense_like(parameter, torch.float32)
         flat_of(made).copy_(rows.view(-1)[: parameter.numel()])
         return made if SIGNED[key] else made.square_()
@@ -88,7 +89,7 @@ class CodedMoments(Meaning):
         self._optimizer, self._codes = optimizer, codes
 
     def state(self, parameter: torch.Tensor, key: str, held: torch.Tensor) -> torch.Tensor | None:
-        """Decoded; scales are no state of plain training."""
+        """Decoded; scales are not state of plain training."""
         state = self._optimizer.state[parameter]
         if key.removesuffix(SCALE) in SIGNED and key.endswith(SCALE):
             return None

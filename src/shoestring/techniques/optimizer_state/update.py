@@ -15,12 +15,11 @@ from torch.optim import SGD, Optimizer
 
 from ...errors import InputError
 from ...kernels import expected, has_triton, launched
-from ...kernels.codes import BLOCK, SHIFTS, decode, encode, noise_of, random_bits
+from ...kernels.codes import BLOCK, SHIFTS, blocks_of, decode, encode, noise_of, random_bits
 from ...kernels.rounding import DROPPED_BITS, Noise
 from ...torch_private.kernels import foreach_add_
 from ...trace.cuda import is_dense, on_cuda
 from ...trace.fakes import is_fake
-from ...trace.passes import passes
 from ..base import LossScaling, Run
 from .storage import SCALE, SIGNED, MomentCodes, dense_like, flat_of
 
@@ -179,11 +178,22 @@ class QuantizedUpdate:
         skip = None
         if self._scale is not None:
             skip = self._scale.found_inf > 0
-        for start in passes(range(0, flat.numel(), self._elements)):
+        if is_fake(flat):
+            self._show(group, parameter, flat)
+        for start in () if is_fake(flat) else range(0, flat.numel(), self._elements):
             part = slice(start, min(start + self._elements, flat.numel()))
             self._piece(number, group, parameter, flat[part], flat_gradient[part], part, skip)
         if not whole:
             held.copy_(target)
+
+    def _show(self, group: dict[str, Any], parameter: torch.Tensor, flat: torch.Tensor) -> None:
+        """In a prediction: one operation, beside what a piece takes, not hundreds."""
+        state, keys = self._state(parameter), self._keys(group)
+        held = [state[name] for key in keys for name in (key, key + SCALE) if name in state]
+        taken = piece_bytes(min(flat.numel(), self._elements), len(keys), self._codes.bits)
+        scratch = flat.new_empty(taken, dtype=torch.uint8)
+        assert parameter.grad is not None
+        launched("quantized_update", [parameter.grad, scratch], [flat, *held])
 
     def _piece(
         self,
@@ -266,6 +276,12 @@ class QuantizedUpdate:
             p = torch.where(p.isfinite(), rounded.view(torch.float32), p)
         made = p.to(target.dtype)
         target.copy_(made if skip is None else torch.where(skip, target, made))
+
+
+def piece_bytes(elements: int, moments: int, bits: int) -> int:
+    """While so many are updated: weight, gradient and random bits; moments in whole blocks."""
+    blocks = blocks_of(elements, bits)
+    return 12 * elements + (20 + 4 * moments) * BLOCK[bits] * blocks + 8 * blocks
 
 
 def piece_elements(total: int) -> int:

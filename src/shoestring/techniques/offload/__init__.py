@@ -1,0 +1,197 @@
+"""The host as a place: optimizer state in pinned memory beside a GPU, in files beside the CPU."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+
+from ...errors import InputError, NoEffectWarning
+from ...trace.cuda import on_cuda
+from ...trace.fakes import is_fake
+from ...trace.graph import Trace
+from ..base import Flag, Meaning, Setup, Technique
+from ..offers import Context, Offer, Update, Updates
+from ..optimizers import ELEMENTWISE
+from ..registry import register
+from .host import check_room, folder_for, in_memory
+from .state import OffloadedState, keep_on_host
+from .update import MappedUpdate, StreamedUpdate, buffer_bytes
+
+__all__ = ["Offload"]
+
+
+@register
+@dataclass(frozen=True)
+class Offload(Technique):
+    """Keep the optimizer's state on the host; tensors of fewer than `smallest` elements stay.
+
+    Beside a GPU it lies in pinned memory and is streamed around the update. Beside the CPU it lies
+    in mapped files of `folder`, by default where temporary files go if that is a disk.
+    """
+
+    name: ClassVar[str] = "offload"
+    order: ClassVar[int] = 27
+    flags: ClassVar[tuple[Flag, ...]] = (
+        Flag("offload", "what", str, "What lies on the host: state.", label="on the host"),
+    )
+    updates_apart: ClassVar[bool] = True
+    runs_eagerly: ClassVar[bool] = True
+
+    what: str = "state"
+    smallest: int = 4096
+    folder: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.what != "state":
+            raise InputError(f"cannot offload {self.what!r}", hint="state")
+        if type(self.smallest) is not int or self.smallest < 1:
+            raise InputError(
+                f"smallest {self.smallest!r} is not a whole number from 1",
+                hint="tensors of fewer elements stay",
+            )
+
+    def short(self) -> str:
+        """What lies there."""
+        return "state on the host"
+
+    def describe(self) -> tuple[str, str]:
+        """What it does."""
+        return self.short(), "the optimizer's state is streamed around the update"
+
+    def refuses(self, other: Technique) -> str | None:
+        """Elements that move are indexed on the device."""
+        if other.moves_elements and not other.is_neutral:
+            return f"{self.name} cannot follow elements that {other.name} moves"
+        return None
+
+    @classmethod
+    def offers(cls, context: Context) -> Iterable[Offer]:
+        """Where there is state large enough, and a device that it can leave."""
+        if context.accounting != "device":
+            return
+        largest = max((p.numel for p in context.trace.parameters if p.has_gradient), default=0)
+        if largest >= cls.smallest and _has_state(context.optimizer):
+            on_disk = context.device == "cpu"
+            yield Offer(cls(), "the optimizer's state lies on the host", last=on_disk)
+
+    def estimate_update(self, updates: Updates) -> Update | None:
+        """The same update; what is on the host passes through a few buffers."""
+        whole = updates.without(self)
+        total = sum(updates.trained.values())
+        if not whole.state_bytes or not total:
+            return whole
+        specs = [p for p in updates.context.trace.parameters if p.has_gradient]
+        moved = [updates.trained[p.name] for p in specs if p.numel >= self.smallest]
+        each = whole.state_bytes / total
+        on_host = int(each * sum(moved))
+        passing = whole.passing_bytes
+        if updates.context.device == "cuda":
+            largest = int(each * max(moved, default=0))
+            share = max(largest, 2**26) / max(whole.state_bytes, 1)
+            passing = int(passing * min(share, 1)) + buffer_bytes(largest, on_host)
+        return replace(
+            whole,
+            state_bytes=whole.state_bytes - on_host,
+            passing_bytes=passing,
+            link_bytes=whole.link_bytes + on_host,
+        )
+
+    def predict(self, trace: Trace) -> Trace:
+        """State of large tensors takes nothing."""
+        return replace(
+            trace,
+            parameters=tuple(
+                replace(p, state_elements=()) if p.numel >= self.smallest else p
+                for p in trace.parameters
+            ),
+        )
+
+    def check_ranks(self, setup: Setup, kind: str) -> None:
+        """A part of a split tensor has no place of its own."""
+        if kind == "fsdp":
+            raise InputError(
+                "fsdp cannot keep optimizer state on the host this way",
+                hint="leave out offload, or parallel='ddp'",
+            )
+
+    def check(self, setup: Setup) -> None:
+        """Only optimizers that treat every parameter alone, and whose step is theirs."""
+        name = type(setup.optimizer).__name__
+        if type(setup.optimizer) not in ELEMENTWISE:
+            raise InputError(
+                f"the updates of {name} are not known to be independent",
+                hint="PyTorch's own SGD, Adam, AdamW, RMSprop and so on can be offloaded",
+            )
+        if setup.wrapper is not None:
+            raise InputError(
+                f"state on the host would leave out the step of {type(setup.wrapper).__name__}",
+                hint=f"give the {name} it holds",
+            )
+        parameters = [p for group in setup.optimizer.param_groups for p in group["params"]]
+        if any(is_fake(p) for p in parameters):
+            return
+        folder = None if any(p.is_cuda for p in parameters) else folder_for(self.folder)
+        if folder is not None and self.folder is not None and in_memory(folder):
+            raise InputError(
+                f"the folder {folder} lies in memory: nothing would be saved",
+                hint="give one on a disk",
+            )
+        check_room(self._needed(setup, plain=False), folder)
+
+    def apply(self, setup: Setup) -> None:
+        """Move what state there is; put the streaming around the update."""
+        optimizer = setup.optimizer
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        large = any(p.numel() >= self.smallest for p in held if p.requires_grad)
+        if not large or not _has_state(optimizer):
+            why = "keeps no state" if large else f"holds no tensor of {self.smallest} elements"
+            warnings.warn(f"{self.short()}: the optimizer {why}", NoEffectWarning, stacklevel=2)
+            return
+        streams = any(on_cuda(p) for p in held)
+        if streams and setup.loss_scale is not None:
+            raise InputError(
+                "state on the host is updated chunk by chunk, before a loss scale has seen all "
+                "gradients",
+                hint="use bf16",
+            )
+        plain = not setup.update_on_device
+        if not any(is_fake(p) for p in held):
+            check_room(
+                self._needed(setup, plain=plain), None if streams else folder_for(self.folder)
+            )
+        setup.undo.append(keep_on_host(optimizer, folder_for(self.folder), self.smallest))
+        if not streams:
+            setup.update = MappedUpdate(optimizer, setup.update, plain=plain)
+            return
+        update = StreamedUpdate(setup)
+        setup.update, setup.update_on_device = update, True
+        setup.not_captured = "the optimizer's state is streamed from the host"
+        setup.after_update.append(update.finish)
+        setup.meanings.append(_OnHost())
+
+    def _needed(self, setup: Setup, *, plain: bool) -> int:
+        """Bytes that will lie on the host, at least; the optimizer's own state, or one in codes."""
+        if isinstance(setup.optimizer.state, OffloadedState) or not _has_state(setup.optimizer):
+            return 0
+        moments = 2 if isinstance(setup.optimizer, (torch.optim.Adam, torch.optim.AdamW)) else 1
+        held = (p for group in setup.optimizer.param_groups for p in group["params"])
+        large = [p for p in held if p.requires_grad and p.numel() >= self.smallest]
+        each = moments if plain else 0.5 * moments
+        return int(sum(each * p.numel() * (p.element_size() if plain else 1) for p in large))
+
+
+class _OnHost(Meaning):
+    """State as the plain optimizer has it: beside its parameter."""
+
+    def state(self, parameter: torch.Tensor, key: str, held: torch.Tensor) -> torch.Tensor | None:
+        """On the parameter's device."""
+        return held.to(parameter.device) if held.dim() else held
+
+
+def _has_state(optimizer: torch.optim.Optimizer) -> bool:
+    sgd = isinstance(optimizer, torch.optim.SGD)
+    return any(group["momentum"] for group in optimizer.param_groups) if sgd else True

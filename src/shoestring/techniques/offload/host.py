@@ -1,0 +1,118 @@
+"""Where offloaded tensors lie: pinned host memory beside a GPU, a mapped file beside the CPU.
+
+A file is allocated in full before it is mapped: a disk that fills says so then, and not by a
+signal when a page is written. It has no name any more once it is mapped, so that it goes with its
+tensor, or with the process.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch
+
+from ...errors import InputError
+from ...trace.fakes import is_fake
+from ...trace.places import mark_elsewhere
+from ...units import format_size
+
+_IN_MEMORY = ("tmpfs", "ramfs")
+_MOUNTS = Path("/proc/self/mounts")
+
+
+def offloaded(tensor: torch.Tensor, folder: str, *, pinned: bool) -> torch.Tensor:
+    """A copy of the tensor on the host. OSError if there is no room."""
+    tensor = tensor.detach()
+    if is_fake(tensor):
+        made = torch.empty_like(tensor)
+    elif pinned:
+        made = _pinned(tensor)
+    else:
+        made = _mapped(tensor, folder)
+    mark_elsewhere(made)
+    return made.copy_(tensor)
+
+
+def _pinned(tensor: torch.Tensor) -> torch.Tensor:
+    try:
+        return torch.empty_like(tensor, device="cpu", pin_memory=True)
+    except RuntimeError as error:
+        raise OSError(f"no pinned memory: {str(error).splitlines()[0]}") from None
+
+
+def _mapped(tensor: torch.Tensor, folder: str) -> torch.Tensor:
+    form = torch.empty_like(tensor, device="meta")
+    nbytes = form.numel() * form.element_size()
+    with tempfile.NamedTemporaryFile(dir=folder, prefix="shoestring-") as file:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file.fileno(), 0, nbytes)
+        else:  # no such call on macOS
+            for start in range(0, nbytes, 2**20):
+                file.write(bytes(min(2**20, nbytes - start)))
+            file.flush()
+        try:
+            storage = torch.UntypedStorage.from_file(file.name, True, nbytes)
+        except RuntimeError as error:  # the process may map no more
+            raise OSError(str(error).splitlines()[0]) from None
+    made = torch.empty(0, dtype=tensor.dtype)
+    made.set_(storage, 0, form.shape, form.stride())  # type: ignore[arg-type]
+    return made
+
+
+def folder_for(given: str | None) -> str:
+    """Where files go: as given, else where temporary ones go, if that is a disk."""
+    if given is not None:
+        if not os.path.isdir(given) or not os.access(given, os.W_OK):
+            raise InputError(
+                f"cannot write into the folder {given}", hint="give one that is there, on a disk"
+            )
+        return given
+    usual = [tempfile.gettempdir(), "/var/tmp"]
+    disks = [folder for folder in usual if os.access(folder, os.W_OK) and not in_memory(folder)]
+    return disks[0] if disks else usual[0]
+
+
+def in_memory(folder: str) -> bool:
+    """Whether files of this folder lie in memory, where offloading to them saves nothing."""
+    best, kind = "", ""
+    try:
+        lines = _MOUNTS.read_text().splitlines()
+    except OSError:  # not Linux
+        return False
+    real = os.path.realpath(folder)
+    for _, mounted, its_kind, *_ in (line.split() for line in lines):
+        inside = real == mounted or real.startswith(mounted.rstrip("/") + "/")
+        if inside and len(mounted) >= len(best):
+            best, kind = mounted, its_kind
+    return kind in _IN_MEMORY
+
+
+def check_room(needed: int, folder: str | None) -> None:
+    """InputError if the host cannot hold so much: the disk of a folder, or its memory for None."""
+    if folder is not None:
+        free, where = shutil.disk_usage(folder).free, f"the disk of {folder}"
+        hint = "give another folder: Offload(folder=…)"
+    else:
+        known = _available_bytes()
+        if known is None:
+            return
+        free, where, hint = known, "the host's memory", "leave out offload"
+    if needed > free:
+        raise InputError(
+            f"optimizer state of {format_size(needed)} has no room: {where} has "
+            f"{format_size(free)} left",
+            hint=hint,
+        )
+
+
+def _available_bytes() -> int | None:
+    try:
+        text = Path("/proc/meminfo").read_text()
+    except OSError:
+        return None
+    rows = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
+    found = rows.get("MemAvailable", "").split()
+    return int(found[0]) * 1024 if found else None

@@ -1,0 +1,245 @@
+"""`optimizer.state` whose tensors lie on the host.
+
+Optimizers write their state by `state[key] = tensor`; here that moves the tensor. Copies, pickles
+and files are of plain dictionaries.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from ...errors import first_line
+from ...trace.places import is_elsewhere
+from ...units import format_size
+from .host import offloaded
+
+Entries = dict[str, Any]
+
+
+class OffloadedEntries(dict[str, Any]):
+    """State of one parameter."""
+
+    def __init__(self, store: Callable[[Any], Any], given: Entries) -> None:
+        super().__init__()
+        self._store = store
+        self.held: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        """While an update runs on the device: key → copy there, tensor on the host."""
+        self.open = False
+        self.update(given)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value if self.open else self._store(value))
+
+    def update(self, *given: Any, **named: Any) -> None:
+        """As a dictionary's, which would write past `__setitem__`."""
+        for key, value in dict(*given, **named).items():
+            self[key] = value
+
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        """As a dictionary's."""
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def enter(self, held: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """An update begins: it finds copies on the device, and may add what it likes."""
+        self.open, self.held = True, held
+        for key, (here, _) in held.items():
+            super().__setitem__(key, here)
+
+    def leave(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """It has ended: the copies to write back, with their places; what is new is moved."""
+        self.open, held, self.held = False, self.held, {}
+        back = []
+        for key, value in list(self.items()):
+            if key in held and value is held[key][0]:
+                back.append(held[key])
+                super().__setitem__(key, held[key][1])
+            else:
+                self[key] = value
+        return back
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)
+
+    def __deepcopy__(self, memo: Any) -> Entries:
+        import copy
+
+        return copy.deepcopy(dict(self), memo)
+
+
+class OffloadedState(defaultdict[torch.Tensor, Entries]):
+    """State of all parameters: tensors of `smallest` elements and more are moved as they come."""
+
+    def __init__(self, folder: str, smallest: int) -> None:
+        super().__init__(dict)
+        self._folder, self._smallest = folder, smallest
+        self._left: tuple[int, str] = 0, ""
+        self.pending: Callable[[], None] | None = None
+        """Waits for copies to the host that a step began."""
+
+    def settle(self) -> None:
+        """What lies on the host is whole from here on."""
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            pending()
+
+    def __getitem__(self, parameter: torch.Tensor) -> Entries:
+        self.settle()
+        return super().__getitem__(parameter)
+
+    def get(self, parameter: torch.Tensor, default: Any = None) -> Any:
+        """As a dictionary's."""
+        self.settle()
+        return super().get(parameter, default)
+
+    def items(self) -> Any:
+        """As a dictionary's."""
+        self.settle()
+        return super().items()
+
+    def values(self) -> Any:
+        """As a dictionary's."""
+        self.settle()
+        return super().values()
+
+    def __missing__(self, parameter: torch.Tensor) -> Entries:
+        self[parameter] = {}
+        return super().__getitem__(parameter)
+
+    def __setitem__(self, parameter: torch.Tensor, entries: Entries) -> None:
+        if not isinstance(entries, OffloadedEntries):
+            entries = OffloadedEntries(self._store, entries)
+        super().__setitem__(parameter, entries)
+
+    def update(self, *given: Any, **named: Any) -> None:
+        """As a dictionary's."""
+        for parameter, entries in dict(*given, **named).items():
+            self[parameter] = entries
+
+    def entries(self, parameter: torch.Tensor) -> OffloadedEntries:
+        """Of one parameter, where its tensors lie now; waits for nothing."""
+        found = super().get(parameter)
+        if found is None:
+            found = self.__missing__(parameter)
+        assert isinstance(found, OffloadedEntries)
+        return found
+
+    def has(self, parameter: torch.Tensor) -> bool:
+        """Whether there is any state of it."""
+        return bool(super().get(parameter))
+
+    def moves(self, value: Any) -> bool:
+        """Whether it belongs on the host."""
+        return (
+            isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() >= self._smallest
+        )
+
+    def _store(self, value: Any) -> Any:
+        if not self.moves(value) or is_elsewhere(value):
+            return value
+        return self.place(value, pinned=value.is_cuda)
+
+    def place(self, value: torch.Tensor, *, pinned: bool) -> torch.Tensor:
+        """A copy on the host; the tensor itself where there is no room."""
+        if self._left[1]:
+            return value
+        try:
+            return offloaded(value, self._folder, pinned=pinned)
+        except OSError as error:  # the update must not end halfway: say it at its end
+            self._left = self._left[0] + value.nbytes, first_line(error)
+            return value
+
+    def warn(self) -> None:
+        """Say once that there was no room; what had none stays where it was, and trains."""
+        nbytes, why = self._left
+        if nbytes:
+            self._left = 0, why
+            warnings.warn(
+                f"offload: {format_size(nbytes)} of optimizer state and all that follows stay "
+                f"where they are: {why}",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+    def __reduce__(self) -> Any:
+        return _plain_state, (list(self.items()),)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        import copy
+
+        return copy.deepcopy(_plain_state(list(self.items())), memo)
+
+
+def _plain_state(items: list[tuple[torch.Tensor, Entries]]) -> defaultdict[torch.Tensor, Entries]:
+    made: defaultdict[torch.Tensor, Entries] = defaultdict(dict)
+    made.update((parameter, dict(entries)) for parameter, entries in items)
+    return made
+
+
+class _Passing:
+    """A tensor that `load_state_dict` passes on as it is, and does not take to the device."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+def keep_on_host(optimizer: Optimizer, folder: str, smallest: int) -> Callable[[], None]:
+    """Move the state there is, and all that is made or loaded later. Returns the undo."""
+    original = optimizer.state
+    moved = OffloadedState(folder, smallest)
+    moved.update(original)
+    optimizer.state = moved
+
+    def loading(optimizer: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
+        state = {
+            name: {
+                key: _Passing(value) if moved.moves(value) else value
+                for key, value in entries.items()
+            }
+            if isinstance(entries, dict)
+            else entries
+            for name, entries in loaded["state"].items()
+        }
+        return {**loaded, "state": state}
+
+    def loaded(optimizer: Optimizer) -> None:
+        """PyTorch has put a dictionary of its own there, floats in the parameter's type."""
+        found = OffloadedState(folder, smallest)
+        for parameter, entries in optimizer.state.items():
+            for key, value in entries.items():
+                if isinstance(value, _Passing):
+                    kind = value.tensor.dtype
+                    if parameter.is_floating_point() and kind.is_floating_point:
+                        kind = parameter.dtype
+                    copied = found.place(value.tensor.to(kind), pinned=parameter.is_cuda)
+                    found[parameter][key] = copied.clone() if copied is value.tensor else copied
+                else:  # as they were loaded they would be shared with whoever gave them
+                    shared = isinstance(value, torch.Tensor) and not is_elsewhere(value)
+                    found[parameter][key] = value.clone() if shared else value
+        optimizer.state = found
+        found.warn()
+
+    def saved(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        """Plain dictionaries, which `torch.load` trusts."""
+        return {**state, "state": {name: dict(held) for name, held in state["state"].items()}}
+
+    handles = (
+        optimizer.register_state_dict_post_hook(saved),
+        optimizer.register_load_state_dict_pre_hook(loading),
+        optimizer.register_load_state_dict_post_hook(loaded),
+    )
+
+    def undo() -> None:
+        for handle in handles:
+            handle.remove()
+        optimizer.state = original
+
+    moved.warn()
+    return undo

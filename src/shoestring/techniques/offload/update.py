@@ -1,0 +1,295 @@
+"""Updates with state on the host.
+
+Beside the CPU the state lies in mapped files, and the update runs on them as on memory. Beside a
+GPU it is streamed through a few buffers, chunk after chunk, by streams of their own:
+
+    in        chunk 1   chunk 2   chunk 3   …
+    compute             update 1  update 2  …
+    out                           chunk 1   chunk 2  …
+
+Where each update is called for by the backward pass, the next chunk is that of the last step.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.optim import SGD, Optimizer
+
+from ...trace.fakes import is_fake
+from ...trace.passes import passes
+from ...trace.places import is_elsewhere
+from ..base import Setup
+from .state import OffloadedState
+
+_CHUNK_BYTES = 2**26
+"""Of state that moves together; a single tensor may be more."""
+_BUFFERS = 2
+_ALIGN = 512
+
+Chunk = tuple[dict[str, Any], list[torch.Tensor]]
+"""A parameter group, and some of its parameters."""
+
+
+class MappedUpdate:
+    """The update, as it is. Only SGD's first one must not make all state before any is moved."""
+
+    def __init__(self, optimizer: Optimizer, update: Callable[[], None], *, plain: bool) -> None:
+        self._optimizer, self._update = optimizer, update
+        self._apart = plain and type(optimizer) is SGD
+
+    def __call__(self) -> None:
+        """One update."""
+        state = _state_of(self._optimizer)
+        work = list(_work(self._optimizer))
+        if self._apart and any(not state.has(p) for _, p in work):
+            with hooks_once(self._optimizer):
+                for group, parameter in passes(work):
+                    run_alone(self._optimizer, (group, [parameter]), self._update)
+        else:
+            self._update()
+        _state_of(self._optimizer).warn()
+
+
+class StreamedUpdate:
+    """The update of one chunk after the other, state streamed in ahead and out behind."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._optimizer, self._update = setup.optimizer, setup.update
+        self._setup = weakref.ref(setup)
+        self._link: Link | None = None
+        self._after: dict[int, Chunk] = {}
+        """Number of a chunk's first parameter → the chunk that followed in the last step."""
+        self._last: int | None = None
+        self._counted = 0
+
+    def __call__(self) -> None:
+        """Update all parameters that have a gradient now."""
+        chunks = self._chunks()
+        if not chunks:
+            return
+        with hooks_once(self._optimizer):
+            for index, chunk in enumerate(chunks):
+                following = chunks[index + 1] if index + 1 < len(chunks) else None
+                self._run(chunk, following)
+        setup = self._setup()
+        if setup is None or not setup.updates_in_backward:
+            self.finish()
+        _state_of(self._optimizer).warn()
+
+    def finish(self) -> None:
+        """After a step: buffers go, when what lies in them is on the host."""
+        if self._link is not None:
+            _state_of(self._optimizer).pending = self._link.finish()
+            self._link, self._last = None, None
+
+    def _run(self, chunk: Chunk, following: Chunk | None) -> None:
+        state, key = _state_of(self._optimizer), id(chunk[1][0])
+        if self._last is not None:
+            self._after[self._last] = chunk
+        self._last = key
+        link = self._linked(chunk[1][0])
+        link.fetch(key, self._hosted(chunk))
+        ahead = following or self._after.get(key)
+        if ahead is not None and id(ahead[1][0]) != key:
+            link.fetch(id(ahead[1][0]), self._hosted(ahead))
+        held = link.take(key)
+        for parameter in chunk[1]:
+            state.entries(parameter).enter(held.get(id(parameter), {}))
+        try:
+            run_alone(self._optimizer, chunk, self._update)
+        finally:
+            back = [pair for p in chunk[1] for pair in state.entries(p).leave()]
+            link.store(key, back)
+
+    def _linked(self, like: torch.Tensor) -> Link:
+        """Buffers for what state there is; larger ones when there is more."""
+        if self._link is None or self._counted != len(_state_of(self._optimizer)):
+            self._counted, nbytes = len(_state_of(self._optimizer)), self._largest()
+            if self._link is not None and nbytes > self._link.nbytes:
+                self._link.finish()
+                self._link = None
+            self._link = self._link or Link(like, nbytes)
+        return self._link
+
+    def _hosted(self, chunk: Chunk) -> dict[int, dict[str, torch.Tensor]]:
+        state = _state_of(self._optimizer)
+        return {
+            id(p): {
+                key: value
+                for key, value in state.entries(p).items()
+                if isinstance(value, torch.Tensor) and is_elsewhere(value)
+            }
+            for p in chunk[1]
+            if state.has(p)
+        }
+
+    def _chunks(self) -> list[Chunk]:
+        chunks: list[Chunk] = []
+        size = 0
+        for group, parameter in _work(self._optimizer):
+            own = self._bytes_of(parameter)
+            if chunks and chunks[-1][0] is group and size + own <= _CHUNK_BYTES:
+                chunks[-1][1].append(parameter)
+                size += own
+            else:
+                chunks.append((group, [parameter]))
+                size = own
+        return chunks
+
+    def _bytes_of(self, parameter: torch.Tensor) -> int:
+        state = _state_of(self._optimizer)
+        if not state.has(parameter):  # about what Adam will have
+            return 2 * aligned(parameter.numel() * parameter.element_size())
+        held = state.entries(parameter)
+        tensors = (v for v in held.values() if isinstance(v, torch.Tensor) and is_elsewhere(v))
+        return sum(aligned(v.numel() * v.element_size()) for v in tensors)
+
+    def _largest(self) -> int:
+        """Bytes that a buffer must hold."""
+        each = [self._bytes_of(p) for p in _state_of(self._optimizer)]
+        return _buffer(max(each, default=0), sum(each))
+
+
+class Link:
+    """Buffers on the device, and the streams that fill and empty them."""
+
+    def __init__(self, like: torch.Tensor, nbytes: int) -> None:
+        count, self.nbytes = _BUFFERS if nbytes else 0, nbytes
+        self._buffers = [
+            torch.empty(nbytes, dtype=torch.uint8, device=like.device) for _ in range(count)
+        ]
+        self._real = like.is_cuda and not is_fake(like)
+        if self._real:
+            self._in, self._out = (torch.cuda.Stream(like.device) for _ in range(2))
+            self._in.wait_stream(torch.cuda.current_stream())
+        self._ready: dict[int, tuple[int, Any, Any]] = {}
+        """Key of a chunk → its buffer, when it is filled, the tensors in it."""
+        self._emptied: list[Any] = [None] * count
+        self._turn = 0
+
+    def fetch(self, key: int, hosted: dict[int, dict[str, torch.Tensor]]) -> None:
+        """Begin to copy a chunk to the device, unless that was begun."""
+        if key in self._ready or not any(hosted.values()):
+            return
+        which, self._turn = self._turn, (self._turn + 1) % len(self._buffers)
+        for other in [k for k, (index, _, _) in self._ready.items() if index == which]:
+            del self._ready[other]  # guessed wrongly
+        made: dict[int, dict[str, tuple[torch.Tensor, torch.Tensor]]] = {}
+        start = 0
+        with self._on("in"):
+            if self._emptied[which] is not None:
+                self._in.wait_event(self._emptied[which])
+            for owner, tensors in hosted.items():
+                made[owner] = {}
+                for name, there in tensors.items():
+                    nbytes = there.numel() * there.element_size()
+                    flat = self._buffers[which][start : start + nbytes].view(there.dtype)
+                    here = flat.as_strided(there.shape, there.stride())
+                    here.copy_(there, non_blocking=True)
+                    made[owner][name] = here, there
+                    start += aligned(nbytes)
+            filled = self._in.record_event() if self._real else None
+        self._ready[key] = which, filled, made
+
+    def take(self, key: int) -> dict[int, dict[str, tuple[torch.Tensor, torch.Tensor]]]:
+        """The chunk, on the device; what computes waits for it there."""
+        if key not in self._ready:
+            return {}
+        _, filled, made = self._ready[key]
+        if self._real:
+            torch.cuda.current_stream().wait_event(filled)
+        found: dict[int, dict[str, tuple[torch.Tensor, torch.Tensor]]] = made
+        return found
+
+    def store(self, key: int, back: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Begin to copy it back."""
+        which = self._ready.pop(key, (None, None, None))[0]
+        if self._real:
+            self._out.wait_stream(torch.cuda.current_stream())
+        with self._on("out"):
+            for here, there in back:
+                there.copy_(here, non_blocking=True)
+            if self._real and which is not None:
+                self._emptied[which] = self._out.record_event()
+
+    def finish(self) -> Callable[[], None] | None:
+        """What computes next may use the buffers' memory: it waits for the last copy.
+
+        Returns what waits for it on the host.
+        """
+        self._ready.clear()
+        self._buffers.clear()
+        if not self._real:
+            return None
+        torch.cuda.current_stream().wait_stream(self._out)
+        torch.cuda.current_stream().wait_stream(self._in)
+        wait: Callable[[], None] = self._out.record_event().synchronize
+        return wait
+
+    @contextmanager
+    def _on(self, name: str) -> Iterator[None]:
+        if not self._real:
+            yield
+            return
+        with torch.cuda.stream(self._in if name == "in" else self._out):
+            yield
+
+
+def _buffer(largest: int, together: int) -> int:
+    return min(max(largest, _CHUNK_BYTES), together)
+
+
+def buffer_bytes(largest: int, together: int) -> int:
+    """Of all buffers, where one tensor's state is at most so large, and all so much."""
+    return _BUFFERS * _buffer(largest, together)
+
+
+def aligned(nbytes: int) -> int:
+    """As tensors begin in a buffer."""
+    return -(-nbytes // _ALIGN) * _ALIGN
+
+
+def run_alone(optimizer: Optimizer, chunk: Chunk, update: Callable[[], None]) -> None:
+    """The update, as if the optimizer held these parameters only."""
+    groups, (group, parameters) = optimizer.param_groups, chunk
+    optimizer.param_groups = [{**group, "params": parameters}]
+    try:
+        update()
+    finally:
+        optimizer.param_groups = groups
+
+
+@contextmanager
+def hooks_once(optimizer: Optimizer) -> Iterator[None]:
+    """Hooks of the optimizer's step see all parameters, once, around the chunks."""
+    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    before, after = (getattr(optimizer, name) for name in names)
+    for hook in list(before.values()):
+        hook(optimizer, (), {})
+    for name in names:
+        setattr(optimizer, name, type(before)())
+    try:
+        yield
+    finally:
+        for name, hooks in zip(names, (before, after), strict=True):
+            setattr(optimizer, name, hooks)
+    for hook in list(after.values()):
+        hook(optimizer, (), {})
+
+
+def _work(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                yield group, parameter
+
+
+def _state_of(optimizer: Optimizer) -> OffloadedState:
+    state = optimizer.state
+    assert isinstance(state, OffloadedState)
+    return state

@@ -1,0 +1,430 @@
+"""Optimizer state on the host: in files beside the CPU, streamed beside a GPU."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shoestring as ss
+from shoestring.errors import InputError, NoEffectWarning
+from shoestring.step.predict import predict_step
+from shoestring.techniques import offload as technique
+from shoestring.techniques.offload.host import _pinned, folder_for, in_memory
+from shoestring.techniques.offload.state import OffloadedState
+from shoestring.trace.places import is_elsewhere
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
+    "dampened": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, dampening=0.1),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
+    "amsgrad": lambda p: torch.optim.Adam(p, lr=1e-2, amsgrad=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, momentum=0.5),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
+}
+OFFLOAD = ss.Offload(smallest=1)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(params=["mapped", "streamed"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """As beside the CPU; and as beside a GPU, copies made at once."""
+    if request.param == "streamed":
+        monkeypatch.setattr(technique, "on_cuda", lambda tensor: True)
+        monkeypatch.setattr(technique.update, "_CHUNK_BYTES", 40_000)
+    return str(request.param)
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(48, 48) for _ in range(6)))
+
+
+def data(seed: int = 1) -> torch.Tensor:
+    return torch.randn(16, 48, generator=torch.Generator().manual_seed(seed))
+
+
+def loss(model: nn.Module, given: torch.Tensor) -> torch.Tensor:
+    return (model(given) - given).square().mean()
+
+
+def made(name: str, *plan: ss.Technique) -> ss.Step:
+    model = network()
+    groups = [
+        {"params": list(model.parameters())[:5]},
+        {"params": list(model.parameters())[5:], "lr": 2e-3},
+    ]
+    return ss.apply(plan, model, OPTIMIZERS[name](groups), loss=loss)
+
+
+def trained(name: str, *plan: ss.Technique, steps: int = 3) -> ss.Step:
+    step = made(name, *plan)
+    for number in range(steps):
+        step(data(number))
+    return step
+
+
+def everything(step: ss.Step) -> list[torch.Tensor]:
+    tensors = [p.detach() for p in step.model.parameters()]
+    for parameter in step.model.parameters():
+        held = step.optimizer.state[parameter]
+        tensors += [held[key] for key in sorted(held) if isinstance(held[key], torch.Tensor)]
+    return tensors
+
+
+def equal(one: ss.Step, other: ss.Step) -> bool:
+    pairs = list(zip(everything(one), everything(other), strict=True))
+    return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "others",
+    [(), (ss.Microbatching(4),), (ss.GradientRelease(),), (ss.Checkpointing("every-2"),)],
+    ids=["alone", "parts", "released", "recomputed"],
+)
+def test_no_bit_differs(name: str, others: tuple[ss.Technique, ...], way: str) -> None:
+    if name in ("rmsprop", "adagrad") and isinstance((*others, None)[0], ss.GradientRelease):
+        pytest.skip("its gradients are not released")
+    plain, there = trained(name, *others), trained(name, *others, OFFLOAD)
+    assert equal(plain, there)
+    state = there.optimizer.state
+    assert isinstance(state, OffloadedState)
+    assert all(is_elsewhere(t) for s in state.values() for t in s.values() if t.dim())
+
+
+@pytest.mark.parametrize("other", [ss.OptimizerState(8, smallest=1), ss.Precision("bf16")], ids=str)
+def test_few_bits_in_files_are_equal(other: ss.Technique) -> None:
+    """The update is the whole one, so the same random bits are drawn."""
+    assert equal(trained("adamw", other), trained("adamw", other, OFFLOAD))
+
+
+def test_fp16_skips_as_one_in_files_and_is_refused_where_state_is_streamed(way: str) -> None:
+    fp16 = ss.Precision("fp16")
+    if way == "mapped":
+        assert equal(trained("sgd", fp16), trained("sgd", fp16, OFFLOAD))
+        return
+    with pytest.raises(InputError, match="before a loss scale has seen all"):
+        trained("sgd", fp16, OFFLOAD)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+@pytest.mark.parametrize(
+    "others",
+    [(), (ss.GradientRelease(),), (ss.OptimizerState(8, smallest=1),)],
+    ids=["alone", "released", "8 bits"],
+)
+def test_the_predicted_peak_is_measured(
+    name: str, others: tuple[ss.Technique, ...], way: str
+) -> None:
+    model, plan = network(), [*others, OFFLOAD]
+    own = OPTIMIZERS[name](model.parameters())
+    predicted = predict_step(plan, model, data(), loss=loss, optimizer=own).peak_bytes
+    step = trained(name, *plan)
+    measured = step.measure(data()).peak_bytes
+    assert measured == pytest.approx(predicted, rel=0.01)
+    if way == "mapped":
+        assert measured < 0.95 * trained(name, *others).measure(data()).peak_bytes
+
+
+def test_it_is_certified_as_equal(way: str) -> None:
+    model = network()
+    own = OPTIMIZERS["adamw"](model.parameters())
+    found = ss.verify([OFFLOAD], model, [data()], loss=loss, optimizer=own)
+    assert found.ok, found
+    compared = ("loss", "gradients", "optimizer state", "parameters")
+    assert {found[what].found for what in compared} == {ss.Level.EQUAL}
+
+
+def test_hooks_of_the_step_see_all_gradients_once(way: str) -> None:
+    """A user's clipping by the norm of all, in a hook of the optimizer's step."""
+
+    def clipped(*plan: ss.Technique) -> tuple[ss.Step, list[int]]:
+        step, seen = made("sgd", *plan), []
+
+        def clip(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            held = [p for group in optimizer.param_groups for p in group["params"]]
+            nn.utils.clip_grad_norm_(held, 0.01)
+            seen.append(len(held))
+
+        step.optimizer.register_step_pre_hook(clip)
+        step.optimizer.register_step_post_hook(lambda *_: seen.append(0))
+        for number in range(3):
+            step(data(number))
+        return step, seen
+
+    (plain, expected), (there, found) = clipped(), clipped(OFFLOAD)
+    assert found == expected == [12, 0] * 3
+    assert equal(plain, there)
+
+
+def test_snapshots_resume_to_the_bit(tmp_path: Path, way: str) -> None:
+    """By the same plan and by a plain step; what was saved does not follow the training."""
+    whole = trained("adamw", OFFLOAD, steps=4)
+    half = trained("adamw", OFFLOAD, steps=2)
+    torch.save(half.state_dict(), tmp_path / "snapshot.pt")
+    for plan in ((OFFLOAD,), ()):
+        on = trained("adamw", *plan, steps=1)
+        on.load_state_dict(torch.load(tmp_path / "snapshot.pt"))
+        for number in (2, 3):
+            on(data(number))
+        assert equal(whole, on)
+        if plan:
+            assert all(is_elsewhere(s["exp_avg"]) for s in on.optimizer.state.values())
+
+
+def test_a_loaded_state_is_a_copy(way: str) -> None:
+    one, other = trained("adamw", OFFLOAD, steps=2), trained("adamw", OFFLOAD, steps=1)
+    other.load_state_dict(one.state_dict())
+    before = [t.clone() for t in everything(one)]
+    other(data(2))
+    assert all(torch.equal(a, b) for a, b in zip(before, everything(one), strict=True))
+
+
+def test_state_there_is_already_is_moved(way: str) -> None:
+    model = network()
+    own = OPTIMIZERS["adamw"](model.parameters())
+    ss.apply([], model, own, loss=loss)(data(0))
+    step = ss.apply([OFFLOAD], model, own, loss=loss)
+    assert all(is_elsewhere(s["exp_avg"]) for s in own.state.values())
+    for number in (1, 2):
+        step(data(number))
+    expected = network()
+    plain = ss.apply([], expected, OPTIMIZERS["adamw"](expected.parameters()), loss=loss)
+    for number in range(3):
+        plain(data(number))
+    assert equal(plain, step)
+
+
+def test_copies_and_pickles_are_plain() -> None:
+    step = trained("adamw", OFFLOAD)
+    for copied in (
+        copy.deepcopy(step.optimizer).state,
+        pickle.loads(pickle.dumps(step.optimizer.state_dict()))["state"],
+    ):
+        assert not isinstance(copied, OffloadedState)
+        assert all(type(entries) is dict for entries in copied.values())
+        assert not any(is_elsewhere(s["exp_avg"]) for s in copied.values())
+
+
+# -- on a GPU ----------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("released", [False, True])
+def test_on_a_gpu_state_is_streamed_to_the_bit(released: bool) -> None:
+    """Chunks of one and of several tensors; read right after a step, before anything waited."""
+    others = [ss.GradientRelease()] * released
+
+    def run(*plan: ss.Technique) -> tuple[ss.Step, int]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(12))).cuda()
+        own = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        step = ss.apply([ss.FusedUpdate(), *others, *plan], model, own, loss=loss)
+        step.use_graph(False)
+        x = torch.randn(64, 2048, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
+        for _ in range(4):
+            step(x)
+        return step, step.measure(x).peak_bytes
+
+    (plain, resident_bytes), (there, peak_bytes) = run(), run(ss.Offload())
+    for a, b in zip(plain.model.parameters(), there.model.parameters(), strict=True):
+        held = there.optimizer.state[b]
+        assert torch.equal(a, b)
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert held[key].is_pinned() == (b.numel() >= 4096)
+            assert torch.equal(plain.optimizer.state[a][key].cpu(), held[key].cpu())
+    assert peak_bytes < resident_bytes - 0.4 * 12 * 8 * 2048**2
+    assert "streamed from the host" in str(there.why_not_captured)
+
+
+# -- limits ------------------------------------------------------------------------------------
+
+
+LIMITED = """
+import hashlib, resource, sys, torch, shoestring as ss
+from torch import nn
+torch.set_num_threads(1)
+torch.manual_seed(0)
+model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(32)))
+plan = [ss.GradientRelease(), *([ss.Offload()] if "offload" in sys.argv else [])]
+own = torch.optim.AdamW(model.parameters())
+step = ss.apply(plan, model, own, loss=lambda model, x: (model(x) - x).square().mean())
+if "limit" in sys.argv:
+    data = next(line for line in open("/proc/self/status") if line.startswith("VmData"))
+    limit = int(data.split()[1]) * 1024 + 40_000_000
+    assert limit < 16 * sum(p.numel() for p in model.parameters())
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+x = torch.randn(4, 1024)
+try:
+    for _ in range(2):
+        step(x)
+except RuntimeError as error:
+    print("can't allocate memory" in str(error) and "no memory")
+    sys.exit()
+found = hashlib.sha256()
+for p in model.parameters():
+    for tensor in (p.detach(), *own.state[p].values()):
+        found.update(tensor.numpy().tobytes())
+print(found.hexdigest())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits are Linux's")
+def test_state_larger_than_the_memory_of_the_process(tmp_path: Path) -> None:
+    """537 MB of weights, gradients and moments in a process that may have 445 MB of all."""
+
+    def run(*words: str) -> str:
+        # A fixed threshold: glibc's own grows, and leaves gaps in the heap that count as used.
+        environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000", "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            [sys.executable, "-c", LIMITED, *words], capture_output=True, text=True,
+            env={**environment, "TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    assert run("limit") == "no memory"
+    assert run("limit", "offload") == run()
+
+
+FULL = """
+import resource, sys, warnings, torch, shoestring as ss
+from torch import nn
+from shoestring.trace.places import is_elsewhere
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(48, 48), nn.Linear(48, 500))
+own = torch.optim.AdamW(model.parameters(), lr=1e-2)
+loss = lambda model, x: model(x).square().mean()
+step = ss.apply([ss.Offload(smallest=1)], model, own, loss=loss)
+resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
+x = torch.ones(4, 48)
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    for _ in range(3):
+        step(x)
+torch.manual_seed(0)
+other = nn.Sequential(nn.Linear(48, 48), nn.Linear(48, 500))
+plain = ss.apply([], other, torch.optim.AdamW(other.parameters(), lr=1e-2), loss=loss)
+for _ in range(3):
+    plain(x)
+assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters()))
+there = [is_elsewhere(own.state[p]["exp_avg"]) for p in model.parameters()]
+print(len(said), there, said[0].message)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits are Linux's")
+def test_a_disk_that_fills_loses_nothing(tmp_path: Path) -> None:
+    """A file may have 50 kB, as if the disk had no more: the rest stays in memory and trains."""
+    done = subprocess.run(
+        [sys.executable, "-c", FULL], capture_output=True, text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    assert done.stdout.startswith("1 [True, True, False, False] offload: "), done.stderr
+    assert done.stdout.count("\n") == 1 and "stay where they are" in done.stdout
+
+
+def test_no_room_is_said_before_anything_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 20 kB, where Adam needs more."""
+    usage = technique.host.shutil.disk_usage
+    model = network()
+    own = OPTIMIZERS["adamw"](model.parameters())
+    monkeypatch.setattr(
+        technique.host.shutil, "disk_usage", lambda f: usage(f)._replace(free=20_000)
+    )
+    with pytest.raises(InputError, match=r"112\.9 KB has no room: the disk of .* has 20\.0 KB"):
+        ss.apply([OFFLOAD], model, own, loss=loss)
+    assert not own.state and not isinstance(own.state, OffloadedState)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is pinned memory")
+def test_a_pinned_allocation_that_fails_is_no_room() -> None:
+    """Without a GPU every one does."""
+    with pytest.raises(OSError, match="no pinned memory: "):
+        _pinned(torch.zeros(3))
+
+
+def test_folders(tmp_path: Path) -> None:
+    assert folder_for(str(tmp_path)) == str(tmp_path)
+    with pytest.raises(InputError, match="cannot write into the folder"):
+        ss.apply([ss.Offload(folder="/nowhere")], m := network(), _adamw(m), loss=loss)
+    if os.path.isdir("/dev/shm") and in_memory("/dev/shm"):
+        with pytest.raises(InputError, match="lies in memory"):
+            ss.apply([ss.Offload(folder="/dev/shm")], m := network(), _adamw(m), loss=loss)
+
+
+def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [({"what": "weights"}, "cannot offload 'weights'"), ({"smallest": 0}, "not a whole number")],
+)
+def test_bad_settings(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        ss.Offload(**given)
+
+
+def test_what_it_cannot_do_is_refused() -> None:
+    model = network()
+    with pytest.raises(InputError, match="the updates of Adafactor"):
+        ss.apply([OFFLOAD], model, torch.optim.Adafactor(model.parameters()), loss=loss)
+    with pytest.raises(InputError, match="sparsity moves"):
+        ss.apply([OFFLOAD, ss.Sparsity(0.5)], model, _adamw(model), loss=loss)
+    with pytest.warns(NoEffectWarning, match="keeps no state"):
+        ss.apply([OFFLOAD], model, torch.optim.SGD(model.parameters(), lr=0.1), loss=loss)
+
+
+# -- plans -------------------------------------------------------------------------------------
+
+
+def test_a_plan_offloads_before_it_rounds_and_says_what_is_hidden() -> None:
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
+    given: dict[str, Any] = {"loss": loss, "optimizer": "adamw"}
+    x = torch.randn(4, 256)
+    plan = ss.plan(model, x, budget="4.9 MB", allow="exact", **given)
+    assert "offload" in [t.name for t in plan.techniques]
+    assert plan.predicted.link_bytes == pytest.approx(8 * 2 * 4 * 256**2, rel=1e-3)
+    assert plan.predicted.hidden_seconds == 0
+    assert "4.2 MB come from the host and go back, 4.19 ms, 0% of it hidden" in str(plan)
+    step = ss.apply(plan, model, torch.optim.AdamW(model.parameters()), loss=loss)
+    step(x)
+    assert step.measure(x).peak_bytes == pytest.approx(plan.predicted.peak_bytes, rel=0.01)
+
+
+def test_a_plan_for_a_gpu_hides_the_link_under_the_backward_pass() -> None:
+    """Of moments of 268 MB at 50 GB/s, what the passes and the update leave."""
+    model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(8)))
+    x = torch.randn(512, 2048)
+    plan = ss.plan(
+        model, x, loss=loss, optimizer="adamw", budget="500 MB", allow="lossless", device="cuda"
+    )
+    assert {"offload", "gradient_release"} <= {t.name for t in plan.techniques}
+    found = plan.predicted
+    assert found.link_seconds == pytest.approx(8 * 4 * 8 * 2048**2 / 4 / 5e10, rel=0.01)
+    assert 0 < found.hidden_seconds < found.link_seconds and not found.captured
+
+
+def test_its_readme_runs(tmp_path: Path) -> None:
+    text = Path(technique.__file__).with_name("README.md").read_text()
+    code = text.partition("```python\n")[2].partition("```")[0]
+    exec(compile(code, "README.md", "exec"), {})
