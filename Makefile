@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := test
-.PHONY: setup demo test test-all chaos lint types layers check bench clean
+.PHONY: setup demo test test-all chaos lint types layers check bench docs dist clean
 
 setup: $(STAMP)
 
@@ -47,6 +47,16 @@ check: lint types layers test
 bench: $(STAMP)
 	$(BIN)/python benchmarks/profile_accuracy.py
 
+# The site, in build/site; a dead link or a warning ends it.
+docs: $(STAMP) $(VENV)/.docs-installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+# sdist and wheel, in dist/.
+dist: $(STAMP)
+	$(PIP) install -q -c constraints.txt build
+	rm -rf dist build/lib
+	$(BIN)/python -m build
+
 # Keeps .venv and runs/: both are slow to make again.
 clean:
 	rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
@@ -55,6 +65,10 @@ clean:
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit(None if sys.version_info >= (3, 11) else "shoestring needs Python 3.11 or newer, $(PYTHON) is " + v + "; try: make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.docs-installed: $(STAMP)
+	$(PIP) install -c constraints.txt -e '.[docs]'
+	@touch $@
 
 # torch alone and first, so that the pin is resolved before anything can ask for another build.
 $(STAMP): pyproject.toml constraints.txt | $(BIN)/python

@@ -47,7 +47,7 @@ def random_instance(seed: int, most_blocks: int = 6) -> Instance:
     kind = ("network", "arbitrary", "network", "graph")[seed % 4]
     count = rng.randint(2, most_blocks) + 2
     outs = [rng.randint(10, 100) for _ in range(count)]
-    if kind != "arbitrary":  # neighbours have outputs of a size, and keep several times as much
+    if kind != "arbitrary":  # neighbors have outputs of a size, and keep several times as much
         for i in range(1, count):
             outs[i] = outs[i - 1] if rng.random() < 0.6 else max(5, outs[i - 1] // 2)
     stages = [_random_stage(rng, i, outs, kind) for i in range(count)]

@@ -17,6 +17,7 @@ from shoestring.cli.main import main
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
+REPORT = ROOT / "docs" / "report.md"
 PAGES = [README, *sorted((ROOT / "docs").rglob("*.md")), ROOT / "benchmarks" / "README.md"]
 
 
@@ -59,14 +60,17 @@ def table_rows(page: Path) -> list[tuple[str, str]]:
         cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
         if "counted here" in cells:
             column = cells.index("counted here")
-        elif match := re.fullmatch(r"`(shoestring profile [^`]*)`", cells[-1]):
+        elif not line.startswith("|"):
+            column = -1
+        elif column >= 0 and (match := re.fullmatch(r"`(shoestring profile [^`]*)`", cells[-1])):
             found.append((cells[column], match[1]))
     return found
 
 
 def slow_outside_readme(page: Path, *values: Any) -> Any:
-    """A case of a parametrised test; the docs' ones and those of the translation model are long."""
-    quick = page == README and not any("dc-transformer" in str(value) for value in values)
+    """A case of a parametrized test; slow for docs, the translation model and Llamas."""
+    long = ("dc-transformer", "hf:")
+    quick = page in (README, REPORT) and not any(n in str(v) for n in long for v in values)
     marks = () if quick else (pytest.mark.slow,)
     return pytest.param(*values, marks=marks, id=" ".join(str(v) for v in values)[:100])
 
@@ -116,6 +120,7 @@ def test_console_blocks(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Every line shown is among those printed, in the same order."""
+    monkeypatch.chdir(ROOT)  # hf:examples/…
     printed = iter(
         [" ".join(line.split()) for line in run(command, monkeypatch, capsys).splitlines()]
     )
@@ -156,7 +161,7 @@ def rows_under(text: str, heading: str) -> list[dict[str, list[str]]]:
 
 def test_the_accuracies_are_those_of_the_records() -> None:
     """Every row is one of the generated table, which is made from the records."""
-    shown = rows_under(README.read_text(encoding="utf-8"), "What they cost in accuracy")
+    shown = rows_under(REPORT.read_text(encoding="utf-8"), "What they cost in accuracy")
     made = (ROOT / "results/cifar10/report/tables.md").read_text(encoding="utf-8")
     made = made.replace("\\*", "*")  # as Markdown shows it
     known = rows_under(made, "WRN-28-2 on CIFAR-10, 200 epochs")
@@ -167,9 +172,37 @@ def test_the_accuracies_are_those_of_the_records() -> None:
 
 def test_every_page_is_read() -> None:
     """The patterns above find what they are meant to find."""
-    assert len(blocks(README, "python")) >= 2
+    assert len(blocks(README, "python")) >= 1
     assert sum(len(commands(block)) for block in blocks(README, "console")) >= 2
-    assert len(table_rows(README)) >= 11
+    assert len(table_rows(REPORT)) >= 11
+
+
+@pytest.mark.slow
+def test_the_picture_is_what_its_command_draws(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The plain step to the point; a planner that gets better may draw another planned one."""
+    text = " ".join(README.read_text(encoding="utf-8").split())
+    found = re.search(r"`(shoestring plan [^`]*) --svg (\S+)`", text)
+    assert found is not None
+    monkeypatch.chdir(ROOT)
+    run(f"{found[1]} --svg {tmp_path / 'step.svg'}", monkeypatch, capsys)
+    pictures = [(tmp_path / "step.svg").read_text(), (ROOT / found[2]).read_text()]
+    plain = [re.findall(r'd="([^"]*)" style="fill:none;stroke:var\(--plain\)', p) for p in pictures]
+    assert plain[0] == plain[1] and len(plain[0]) == 1
+    for picture in pictures:
+        said = re.findall(r">(plain: peak|planned: peak|budget) ([\d.]+) GB<", picture)
+        sizes = {name: float(size) for name, size in said}
+        assert f"peaks at {sizes['plain: peak']} GB" in text
+        assert sizes["planned: peak"] <= sizes["budget"] == 12.0
+
+
+def test_the_readme_is_short() -> None:
+    lines = README.read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 180
+    example = blocks(README, "python")[0].text.partition("plain, planned =")[0]
+    code = [line for line in example.splitlines() if line.strip() and "import" not in line]
+    assert len(code) <= 11, "the first example has ten lines or so"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -1,4 +1,4 @@
-"""Records, the pages made of them, and what README says of them agree."""
+"""Records, the pages made of them, and what README and docs/report.md say of them agree."""
 
 import json
 import re
@@ -14,6 +14,7 @@ from shoestring.lab.study.tables import shown, with_interval
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results"
 README = (ROOT / "README.md").read_text()
+REPORT = (ROOT / "docs" / "report.md").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +43,9 @@ def test_flops_are_relative_to_the_baselines_minibatch():
     assert 1.3 < ratio["checkpointing"] < 1.32
 
 
-def test_accuracies_in_the_readme_are_those_of_the_records(cifar10):
+def test_accuracies_in_the_report_are_those_of_the_records(cifar10):
     """Its table has the rows of results/cifar10 in their order: memory, accuracy and the rest."""
-    table = README.partition("## What they cost in accuracy")[2].partition("\n\n\\*")[0]
+    table = REPORT.partition("## What they cost in accuracy")[2].partition("\n\n\\*")[0]
     lines = [line for line in table.splitlines() if re.match(r"\| fp(16|32) ", line)]
     assert len(lines) == len(cifar10)
     for line, row in zip(lines, cifar10, strict=True):
@@ -73,8 +74,8 @@ def test_the_choice_of_shortcut_and_rate_is_that_of_its_records():
     assert max(found, key=found.__getitem__) == ("wrn-28-2-pool", 0.1)
 
 
-def test_bleu_in_the_readme_is_that_of_the_records():
-    text = " ".join(README.split())
+def test_bleu_in_the_report_is_that_of_the_records():
+    text = " ".join(REPORT.split())
     held = load_results(RESULTS / "translation" / "multi30k").rows
     multi30k = {row.settings["precision"]: row for row in held}
     for precision, words in (("fp16", "in FP16"), ("fp32", "in FP32")):
@@ -87,9 +88,9 @@ def test_bleu_in_the_readme_is_that_of_the_records():
             assert f"{row.score.mean:.2f}" in told, (row.settings, row.score.mean)
 
 
-def test_executed_rows_in_the_readme_are_those_of_their_record():
+def test_executed_rows_in_the_report_are_those_of_their_record():
     """Bytes, milliseconds, and how many times less."""
-    text = " ".join(README.split())
+    text = " ".join(REPORT.split())
     record = json.loads((ROOT / "benchmarks/results/measured_memory_h200.json").read_text())
     rows = {row["name"].partition(",")[0]: row for row in record["rows"]}
     names = [("1", 100), ("1", 10), ("0.3", 10), ("0.2", 10), ("0.2", 4), ("0.1", 4)]
@@ -105,3 +106,55 @@ def test_executed_rows_in_the_readme_are_those_of_their_record():
     translation = [r for r in record["rows"] if r["name"].startswith("dc-transformer")]
     less = translation[0]["peak_bytes"] / translation[1]["peak_bytes"]
     assert f"{less:.1f} times less executed" in text
+
+
+def test_the_readme_repeats_the_executed_ratio_and_its_accuracies(cifar10):
+    record = json.loads((ROOT / "benchmarks/results/measured_memory_h200.json").read_text())
+    rows = {row["name"].partition(",")[0]: row["peak_bytes"] for row in record["rows"]}
+    plain, least = rows["plain FP32"], rows["density 0.3 microbatch 10"]
+    text = " ".join(README.split())
+    assert (
+        f"plainly takes {plain / 1e6:.1f} MB" in text and f"it takes {least / 1e6:.1f} MB" in text
+    )
+    assert f"**{plain / least:.0f} times less executed**" in text
+    best = {(r.settings.get("precision"), r.settings.get("density")): r.score for r in cifar10}
+    planned, dense = best["fp16", 0.3], best["fp32", 1.0]
+    assert f"at {planned.mean:.2f}% test accuracy beside {dense.mean:.2f}%" in text
+    assert (planned.n, dense.n) == (1, 3), "one run beside three"
+
+
+def readme_rows(start):
+    """The cells of the README's table whose heading starts so."""
+    lines = README.partition(f"| {start}")[2].splitlines()[2:]
+    table = lines[: next(i for i, line in enumerate(lines) if not line.startswith("|"))]
+    return [[c.strip().strip("*") for c in line.strip("|").split("|")] for line in table]
+
+
+@pytest.mark.parametrize(
+    ("first", "name", "run"), [(0, "llama-8b-bf16", "c"), (3, "llama-1b-bf16", "b")]
+)
+def test_the_readme_compares_by_measured_rows(first, name, run):
+    """Reserved bytes and milliseconds of one run, alone on the GPU, and the budget asked for."""
+    held = (ROOT / "benchmarks/results/card_h200.jsonl").read_text().splitlines()[1:]
+    rows = {r["way"]: r for r in map(json.loads, held) if (r["name"], r["run"]) == (name, run)}
+    ways = ("plain", "checkpointed", "plan gc")
+    for cells, way in zip(readme_rows("full fine-tuning")[first:], ways, strict=False):
+        assert rows[way]["alone"]
+        assert cells[1] == f"{rows[way]['reserved_bytes'] / 1e9:.1f} GB"
+        assert cells[2] == f"{rows[way]['ms']:.0f} ms"
+    planned = rows["plan gc"]
+    assert planned["kind"] == "lossless"
+    assert (
+        f"{planned['budget_bytes'] / 1e9:.1f} GB" in readme_rows("full fine-tuning")[first + 2][0]
+    )
+
+
+def test_the_readme_compares_by_plan_speed():
+    """Peak and time of plain, to two digits, as `benchmarks/plan_speed.py` printed them."""
+    text = (ROOT / "benchmarks/results/plan_speed_h200.txt").read_text()
+    printed = [re.findall(r"([\d.]+)x", line) for line in text.splitlines() if " MB " in line]
+    gpt2, resnet = printed[1:5], printed[6:10]
+    order = (0, 1, 2, 3)
+    for cells, place in zip(readme_rows("FP32, allocated"), order, strict=True):
+        for cell, rows in zip(cells[1:], (gpt2, resnet), strict=True):
+            assert cell.replace("*", "").split(", ") == rows[place][:2]

@@ -96,14 +96,14 @@ def _gan(scale: int) -> Made:
 
 
 class Attending(nn.Module):
-    """Graph attention over a dense neighbourhood (Velickovic et al., 2018)."""
+    """Graph attention over a dense neighborhood (Velickovic et al., 2018)."""
 
     def __init__(self, wide: int) -> None:
         super().__init__()
         self.mix, self.a, self.b = nn.Linear(wide, wide), nn.Linear(wide, 1), nn.Linear(wide, 1)
 
     def forward(self, x: Tensor, edges: Tensor) -> Tensor:
-        """Every node from its neighbours."""
+        """Every node from its neighbors."""
         h = self.mix(x)
         score = F.leaky_relu(self.a(h) + self.b(h).transpose(1, 2), 0.2)
         return F.elu(score.masked_fill(~edges, -1e9).softmax(-1) @ h) + x

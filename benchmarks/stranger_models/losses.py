@@ -168,7 +168,7 @@ def _advantages(scale: int) -> Made:
 
 
 def _two_means(scale: int) -> Made:
-    """A mean over labelled positions and one over examples, added."""
+    """A mean over labeled positions and one over examples, added."""
 
     def loss(model: nn.Module, b: dict[str, Tensor]) -> Tensor:
         made = model(b["x"])

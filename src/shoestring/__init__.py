@@ -5,6 +5,11 @@ runs a real step and says what it needed. `plan` finds what fits a budget in byt
 the step a `Plan` asks for, `fit` does both; `verify` trains by the plan and plainly, and compares.
 """
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from .errors import (
     BudgetError,
     BudgetWarning,
@@ -17,38 +22,40 @@ from .errors import (
     UnknownOperationWarning,
     VerificationError,
 )
-from .integrations.cards import CardFit, Cards, cards, will_it_fit
-from .integrations.explain import Effect, Explanation, explain
-from .memory.live.measure import Measurement, measure
-from .memory.model import MemoryProfile
-from .memory.prediction import Prediction
-from .planning.fit import fit
-from .planning.planner import plan
-from .planning.result import BudgetPlan, Choice, FrontPoint
-from .step.apply import apply
-from .step.clipping import Clip
-from .step.profiling import profile
-from .step.shares import Parallel
-from .step.step import Step
-from .techniques import (
-    ActivationBits,
-    Checkpointing,
-    ChunkedLoss,
-    FusedUpdate,
-    GradientRelease,
-    Microbatching,
-    Offload,
-    OptimizerState,
-    Precision,
-    Sparsity,
-    Technique,
-    register,
-)
-from .techniques.claims import Level
-from .techniques.plan import Plan
-from .verification.certificate import Certificate, Comparison
-from .verification.verify import verify
 from .version import __version__
+
+if TYPE_CHECKING:
+    from .integrations.cards import CardFit, Cards, cards, will_it_fit
+    from .integrations.explain import Effect, Explanation, explain
+    from .memory.live.measure import Measurement, measure
+    from .memory.model import MemoryProfile
+    from .memory.prediction import Prediction
+    from .planning.fit import fit
+    from .planning.planner import plan
+    from .planning.result import BudgetPlan, Choice, FrontPoint
+    from .step.apply import apply
+    from .step.clipping import Clip
+    from .step.profiling import profile
+    from .step.shares import Parallel
+    from .step.step import Step
+    from .techniques import (
+        ActivationBits,
+        Checkpointing,
+        ChunkedLoss,
+        FusedUpdate,
+        GradientRelease,
+        Microbatching,
+        Offload,
+        OptimizerState,
+        Precision,
+        Sparsity,
+        Technique,
+        register,
+    )
+    from .techniques.claims import Level
+    from .techniques.plan import Plan
+    from .verification.certificate import Certificate, Comparison
+    from .verification.verify import verify
 
 __all__ = [
     "ActivationBits",
@@ -101,3 +108,50 @@ __all__ = [
     "verify",
     "will_it_fit",
 ]
+
+_PLACES = {
+    "integrations.cards": ("CardFit", "Cards", "cards", "will_it_fit"),
+    "integrations.explain": ("Effect", "Explanation", "explain"),
+    "memory.live.measure": ("Measurement", "measure"),
+    "memory.model": ("MemoryProfile",),
+    "memory.prediction": ("Prediction",),
+    "planning.fit": ("fit",),
+    "planning.planner": ("plan",),
+    "planning.result": ("BudgetPlan", "Choice", "FrontPoint"),
+    "step.apply": ("apply",),
+    "step.clipping": ("Clip",),
+    "step.profiling": ("profile",),
+    "step.shares": ("Parallel",),
+    "step.step": ("Step",),
+    "techniques": (
+        "ActivationBits",
+        "Checkpointing",
+        "ChunkedLoss",
+        "FusedUpdate",
+        "GradientRelease",
+        "Microbatching",
+        "Offload",
+        "OptimizerState",
+        "Precision",
+        "Sparsity",
+        "Technique",
+        "register",
+    ),
+    "techniques.claims": ("Level",),
+    "techniques.plan": ("Plan",),
+    "verification.certificate": ("Certificate", "Comparison"),
+    "verification.verify": ("verify",),
+}
+"""Module → public names, imported when they are first used: `import shoestring` alone is quick."""
+_MODULES = {name: module for module, names in _PLACES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(import_module(f".{_MODULES[name]}", __name__), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -181,7 +181,9 @@ def test_version(run: Run) -> None:
 def test_help_has_examples(run: Run) -> None:
     ran = run("--help")
     assert ran.status == 0
-    assert "Example: shoestring profile wrn-28-2" in ran.out
+    assert "shoestring profile wrn-28-2" in ran.out and "shoestring doctor" in ran.out
+    for task in ("See where memory goes", "Fit a budget or a card", "Train", "This machine"):
+        assert task in ran.out
     ran = run("profile", "--help")
     assert ran.status == 0
     assert "shoestring profile wrn-28-2 --density 0.3 --precision fp16" in ran.out

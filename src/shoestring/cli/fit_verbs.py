@@ -21,6 +21,7 @@ from .options import (
     Quantize,
     Tokens,
     json_line,
+    show,
     with_technique_flags,
 )
 
@@ -50,7 +51,7 @@ EXPLAIN_EXAMPLES = """Examples:
 Configuration = Annotated[
     str, typer.Argument(help="hf:FOLDER (with config.json), hf:NAME on the hub, or timm:NAME.")
 ]
-Examples = Annotated[int, typer.Option(help="Examples of a step.")]
+Examples = Annotated[int, typer.Option(help="Examples in a step.")]
 Optimizer = Annotated[str, typer.Option(help="adamw, adamw8bit, sgd, …")]
 
 
@@ -63,12 +64,12 @@ def cards(
     quantize: Quantize = None,
     dtype: Dtype = None,
     card: Annotated[
-        list[str] | None, typer.Option(help="Gigabytes of a card, or its name; repeatable.")
+        list[str] | None, typer.Option(help="Size of a card in GB, or its name; repeatable.")
     ] = None,
-    html: Annotated[str | None, typer.Option(help="Also write a page.")] = None,
+    html: Annotated[str | None, typer.Option(help="Also write the table as an HTML page.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """What fits which card: by which plan, how much slower, how large, how long."""
+    """Show which cards a model trains on, by which plan, how fast, and with which batch."""
     with working(f"sizing {model}"):
         from ..files import write
         from ..integrations.cards import cards as sized
@@ -84,7 +85,7 @@ def cards(
         )  # fmt: skip
         if html is not None:
             write(html, found.html().encode())
-    typer.echo(json_line(found.as_dict()) if as_json else str(found))
+    typer.echo(json_line(found.as_dict())) if as_json else show(str(found))
 
 
 @with_technique_flags
@@ -102,7 +103,7 @@ def explain(
     dtype: Dtype = None,
     as_json: AsJson = False,
 ) -> None:
-    """Which flags move the peak, by how much, and which do nothing."""
+    """Show which flags move the peak, by how much, and which do nothing."""
     with working(f"tracing {model}"):
         from ..integrations.configurations import PREFIXES, Configured
         from ..integrations.explain import explain as explained
@@ -122,17 +123,17 @@ def explain(
                 target.model, target.batch, loss=target.loss, device=device, techniques=plan,
                 optimizer=optimizer or target.optimizer,
             )  # fmt: skip
-    typer.echo(json_line(found.as_dict()) if as_json else str(found))
+    typer.echo(json_line(found.as_dict())) if as_json else show(str(found))
 
 
 def check(
     file: Annotated[str, typer.Argument(help="TOML, one table a check: model, input, budget, …")],
     update: Annotated[
-        bool, typer.Option("--update", help="Accept the peaks of now as the baseline.")
+        bool, typer.Option("--update", help="Accept today's peaks as the baseline.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Fail where the predicted peak of a model has risen: memory in CI, on a CPU."""
+    """Fail if the predicted peak of a model has risen: a memory test for CI, on a CPU."""
     with working(f"checking {file}"):
         from pathlib import Path
 

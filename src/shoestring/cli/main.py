@@ -11,16 +11,14 @@ from io import TextIOWrapper
 from typing import Annotated, Any, NoReturn
 
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from ..errors import InputError, ShoestringError, render
 from ..progress import working
 from ..torch_private.fake_tensors import LOGGER
-from ..units import format_count, format_flops, format_size
 from ..version import __version__
+from . import doctor as doctor
 from . import fit_verbs as fit_verbs
+from . import next_command as next_command
 from . import study_verbs as study_verbs
 from . import train_verbs as train_verbs
 from .options import (
@@ -38,16 +36,33 @@ from .options import (
     json_line,
     lossy_names,
     planned,
+    show,
     with_technique_flags,
 )
+from .profile_table import show_profile
 
 app = typer.Typer(
-    add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
     help="Train neural networks in a small, known amount of memory.",
-    epilog="Example: `shoestring profile wrn-28-2 --precision fp16 --checkpoint 'residual-2*'`",
+    epilog="""Start with:
+
+`shoestring profile wrn-28-2`
+
+`shoestring plan wrn-28-2 --budget '120 MB' -o plan.toml`
+
+`shoestring verify wrn-10-1 --checkpoint 'residual-2*'`
+
+`shoestring doctor`
+""",
+)
+SEE, FIT, TRAIN, STUDY, HERE = (
+    "See where memory goes",
+    "Fit a budget or a card",
+    "Train",
+    "Run studies",
+    "This machine",
 )
 
 
@@ -67,6 +82,7 @@ def _root(
 
 
 @app.command(
+    rich_help_panel=SEE,
     epilog="""Examples:
 
 `shoestring profile wrn-28-2`
@@ -74,7 +90,7 @@ def _root(
 `shoestring profile wrn-28-2 --density 0.3 --precision fp16 --microbatch 10 --checkpoint no-bn`
 
 `shoestring profile mypackage.models:build --input 8x3x224x224 --accounting device --device cuda`
-"""
+""",
 )
 @with_technique_flags
 def profile(
@@ -95,8 +111,12 @@ def profile(
     lora: Lora = None,
     quantize: Quantize = None,
     dtype: Dtype = None,
+    svg: Annotated[
+        str | None, typer.Option(help="Draw memory over the step, by role, as SVG.")
+    ] = None,
     html: Annotated[
-        str | None, typer.Option(help="Also write a page with the timeline of the step.")
+        str | None,
+        typer.Option(help="Also write a page: the step over time, plain beside planned."),
     ] = None,
     trace: Annotated[
         str | None, typer.Option(help="Also write the timeline for Perfetto (ui.perfetto.dev).")
@@ -107,14 +127,16 @@ def profile(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Where every byte of a training step goes, before anything is allocated."""
+    """Show where every byte of a training step goes, before anything is allocated."""
     with working(f"tracing {model}"):
         from ..lab.target import at_once, flagged_plan, resolve
+        from ..memory.picture import check_name
         from ..step.profiling import check
         from ..step.profiling import profile as predict
         from ..techniques.registry import flags
 
         check(accounting, device)
+        check_name(svg)
         chosen = flagged_plan(model, techniques)
         counted = accounting == "fundamental"  # on the part of the batch that runs at once
         plan = chosen if counted else None
@@ -138,9 +160,23 @@ def profile(
         **{flag.name: techniques.get(flag.name, flag.neutral) for flag in flags().values()},
     }
     if html is not None:
-        from ..lab.study.page import write_profile
+        from ..lab.study.profile_page import write_profile
 
-        write_profile(html, settings, result)
+        plain = None
+        if chosen.techniques:
+            with working(f"tracing {model} without techniques"):
+                whole = resolve(model, input or (), batch=batch, loss=loss, how=how)
+                plain = predict(
+                    whole.model,
+                    whole.batch,
+                    loss=whole.loss,
+                    optimizer=None if name == "none" else name,
+                    accounting=accounting,  # type: ignore[arg-type]
+                    device=device,
+                )
+        write_profile(html, settings, result, plain)
+    if svg is not None:
+        result.plot(svg)
     if trace is not None:
         from ..files import write
         from ..memory.timeline import perfetto
@@ -155,9 +191,15 @@ def profile(
         typer.echo(json_line({**settings, **result.as_dict()}))
     else:
         show_profile(settings, chosen.short(), result)
+    shared = {"input": input, "batch": batch, "optimizer": optimizer, "loss": loss, **how}
+    where = device if accounting == "device" else None
+    next_command.say(
+        next_command.after_profile(model, result.peak_bytes, accounting, device=where, **shared)
+    )
 
 
 @app.command(
+    rich_help_panel=FIT,
     epilog="""Examples:
 
 `shoestring verify wrn-10-1 --checkpoint 'residual-2*'`
@@ -165,7 +207,7 @@ def profile(
 `shoestring verify mypackage.models:build --input 8x3x224x224 --plan plan.toml`
 
 `shoestring verify mypackage.models:compiled --against mypackage.models:plain --input 8x64:int64`
-"""
+""",
 )
 @with_technique_flags
 def verify(
@@ -176,20 +218,21 @@ def verify(
     optimizer: OptimizerName = None,
     techniques: dict[str, Any] = {},  # noqa: B006
     loss: LossName = None,
-    steps: Annotated[int, typer.Option(help="Training steps that are compared.")] = 3,
+    steps: Annotated[int, typer.Option(help="How many training steps to compare.")] = 3,
     against: Annotated[
         str | None,
         typer.Option(help="module:factory of a model to compare with, in place of plain training."),
     ] = None,
     near: Annotated[
-        float | None, typer.Option(help="What near may differ by; by default measured.")
+        float | None,
+        typer.Option(help="Largest relative difference of a claim of near; by default measured."),
     ] = None,
     accept: Annotated[
-        list[str] | None, typer.Option(help="Take this row although it is UNPROVEN; repeatable.")
+        list[str] | None, typer.Option(help="Accept this row although it is UNPROVEN; repeatable.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Train by a plan and plainly, side by side: what is lossless, and what the peak is."""
+    """Train two copies, one plainly and one by a plan, and compare them and their peaks."""
     with working(f"verifying {model}"):
         from ..lab.target import resolve
         from ..trace.fakes import make_optimizer
@@ -230,11 +273,13 @@ def verify(
     if as_json:
         typer.echo(json_line({**settings, **result.as_dict()}))
     else:
-        typer.echo(f"{model} · {target.batch_size} {target.batch_unit} · {name}\n{result}")
+        show(f"{model} · {target.batch_size} {target.batch_unit} · {name}\n{result}")
     result.check()
+    next_command.say(next_command.after_verify(plan))
 
 
 @app.command(
+    rich_help_panel=FIT,
     epilog="""Examples:
 
 `shoestring plan wrn-28-2 --budget '120 MB' -o plan.toml`
@@ -246,7 +291,7 @@ def verify(
 `shoestring plan wrn-10-1 --budget '60 MB' --prices --html plan.html`
 
 `shoestring plan hf:./llama-8b --tokens 2048 --batch 1 --budget '24 GB' --lora r=16`
-"""
+""",
 )
 def plan(
     model: ModelName,
@@ -296,10 +341,13 @@ def plan(
     ] = None,
     eval_batch: Annotated[int, typer.Option(help="Examples that are evaluated at once.")] = 8,
     front: Annotated[
-        bool, typer.Option("--front", help="Memory against time of all that is allowed.")
+        bool, typer.Option("--front", help="Show memory against time of all allowed plans.")
     ] = False,
     plot: Annotated[
         str | None, typer.Option(help="Picture of the front; front.png with --front alone.")
+    ] = None,
+    svg: Annotated[
+        str | None, typer.Option(help="Draw memory over the step, plain and planned, as SVG.")
     ] = None,
     prices: Annotated[
         bool,
@@ -307,20 +355,22 @@ def plan(
     ] = False,
     html: Annotated[str | None, typer.Option(help="Also write a page, with those prices.")] = None,
     out: Annotated[
-        str | None, typer.Option("--out", "-o", help="File for the plan, TOML or JSON.")
+        str | None, typer.Option("--out", "-o", help="Write the plan to this file, TOML or JSON.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """The fastest training step that fits a budget in bytes, lossless if there is one."""
+    """Find the fastest training step that fits a budget in bytes, lossless if there is one."""
     with working(f"planning {model}"):
         from ..integrations.configurations import PREFIXES
         from ..lab.target import resolve
+        from ..memory.picture import check_name
         from ..planning.planner import Planner
         from ..planning.plot import front_table, plot_front
         from ..techniques.plan import check_place
         from ..units import parse_size
 
         budget_bytes = parse_size(budget)
+        check_name(svg)
         if out is not None:
             check_place(out)
         how = {"tokens": tokens, "lora": lora, "quantize": quantize, "dtype": dtype}
@@ -354,61 +404,28 @@ def plan(
             write(html, plan_page(model, result).encode())
     if out is not None:
         result.save(out)
+    if svg is not None:
+        result.plot(svg)
     if as_json:
         shown = result.as_dict()
         whole = {"front": [p.as_dict() for p in points]} if points else {}
         typer.echo(json_line({"model": model, **shown, **whole, **over.as_dict()}))
     else:
-        typer.echo("\n".join([*over.told(), str(result)]))
-
-
-app.command(epilog=fit_verbs.CARDS_EXAMPLES)(fit_verbs.cards)
-app.command(epilog=fit_verbs.EXPLAIN_EXAMPLES)(fit_verbs.explain)
-app.command(epilog=fit_verbs.CHECK_EXAMPLES)(fit_verbs.check)
-app.command(epilog=train_verbs.TRAIN_EXAMPLES)(train_verbs.train)
-app.command(epilog=train_verbs.TRANSLATE_EXAMPLE)(train_verbs.translate)
-app.command(epilog=train_verbs.PREPARE_EXAMPLE)(train_verbs.prepare)
-app.command(epilog=study_verbs.STUDY_EXAMPLES)(study_verbs.study)
-app.command(epilog=study_verbs.REPORT_EXAMPLES)(study_verbs.report)
-
-
-def show_profile(settings: dict[str, Any], plan: str, result: Any) -> None:
-    """A table by category, the largest modules, and the instant of the peak."""
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 100)
-    what = [f"{settings['batch']} {settings['batch_unit']}", str(settings["optimizer"])]
-    if plan != "plain":
-        what.append(plan)
-    console.print(
-        f"[bold]{settings['model']}[/bold] · {escape(' · '.join(what))}\n"
-        f"{format_count(result.parameters)} parameters, "
-        f"{format_count(result.sparsifiable_parameters)} of them sparsifiable · "
-        f"{result.accounting} accounting"
-        + (f" for {result.device}" if result.accounting == "device" else "")
+        show("\n".join([*over.told(), str(result)]))
+    next_command.say(
+        next_command.after_plan(model, out, input=input, optimizer=optimizer, loss=loss)
     )
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for column, justify in (("at the peak", "left"), ("bytes", "right"), ("share", "right")):
-        table.add_column(column, justify=justify)  # type: ignore[arg-type]
-    for role, size in result.bytes_by_role.items():
-        if size:
-            share = f"{100 * size / result.peak_bytes:.1f}%"
-            table.add_row(role.value.replace("_", " "), format_size(size), share)
-    table.add_row("[bold]peak[/bold]", f"[bold]{format_size(result.peak_bytes)}[/bold]", "")
-    console.print(table)
-    where = f" of {result.peak_module}" if result.peak_module else ""
-    console.print(
-        f"peak at {result.peak_operation.rpartition('.')[2]}{where}, {result.peak_phase} "
-        f"(instant {result.timeline.peak_instant + 1} of {len(result.timeline.labels)})"
-    )
-    largest = [(m, b) for m, b in result.bytes_by_module.items() if m and b > 0][:5]
-    if largest:
-        console.print("largest modules: " + ", ".join(f"{m} {format_size(b)}" for m, b in largest))
-    total = result.forward_flops + result.backward_flops
-    again = f", recomputed {format_flops(result.recompute_flops)}" if result.recompute_flops else ""
-    share = f" (+{100 * result.recompute_flops / total:.1f}%)" if again else ""
-    console.print(
-        f"forward {format_flops(result.forward_flops)}, "
-        f"backward {format_flops(result.backward_flops)}{again}{share}"
-    )
+
+
+app.command(rich_help_panel=FIT, epilog=fit_verbs.CARDS_EXAMPLES)(fit_verbs.cards)
+app.command(rich_help_panel=SEE, epilog=fit_verbs.EXPLAIN_EXAMPLES)(fit_verbs.explain)
+app.command(rich_help_panel=SEE, epilog=fit_verbs.CHECK_EXAMPLES)(fit_verbs.check)
+app.command(rich_help_panel=TRAIN, epilog=train_verbs.TRAIN_EXAMPLES)(train_verbs.train)
+app.command(rich_help_panel=TRAIN, epilog=train_verbs.TRANSLATE_EXAMPLE)(train_verbs.translate)
+app.command(rich_help_panel=TRAIN, epilog=train_verbs.PREPARE_EXAMPLE)(train_verbs.prepare)
+app.command(rich_help_panel=STUDY, epilog=study_verbs.STUDY_EXAMPLES)(study_verbs.study)
+app.command(rich_help_panel=STUDY, epilog=study_verbs.REPORT_EXAMPLES)(study_verbs.report)
+app.command(rich_help_panel=HERE, epilog=doctor.DOCTOR_EXAMPLES)(doctor.doctor)
 
 
 def main() -> NoReturn:
@@ -416,7 +433,7 @@ def main() -> NoReturn:
     warnings.showwarning = lambda message, category, *_: print(
         f"warning: {message}", file=sys.stderr
     )
-    if isinstance(sys.stdout, TextIOWrapper):  # a path may have bytes that are no text
+    if isinstance(sys.stdout, TextIOWrapper):  # a path may have bytes that are not text
         sys.stdout.reconfigure(errors="backslashreplace")
     # It logs a traceback of its own for every error that is then raised and shown as one line.
     logging.getLogger(LOGGER).setLevel(logging.CRITICAL)

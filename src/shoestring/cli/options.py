@@ -27,7 +27,7 @@ ModelName = Annotated[
     ),
 ]
 Tokens = Annotated[
-    int | None, typer.Option(help="Tokens of an example, for hf:NAME; 2048 unless given.")
+    int | None, typer.Option(help="Tokens in an example, for hf:NAME; 2048 by default.")
 ]
 Lora = Annotated[
     str | None,
@@ -37,19 +37,20 @@ Quantize = Annotated[
     str | None, typer.Option(help="nf4: frozen weights in 4 bits, as bitsandbytes has them.")
 ]
 Dtype = Annotated[
-    str | None, typer.Option(help="Weights of a configuration in bf16, fp16 or fp32.")
+    str | None, typer.Option(help="Type of a configuration's weights: bf16, fp16 or fp32.")
 ]
 Inputs = Annotated[
     list[str] | None,
     typer.Option(help="Shape of an input, [name=]8x3x224x224[:dtype]; repeatable."),
 ]
-Batch = Annotated[int | None, typer.Option(help="Minibatch: examples, or tokens.")]
+Batch = Annotated[int | None, typer.Option(help="Size of the minibatch, in examples or tokens.")]
 OptimizerName = Annotated[
     str | None,
     typer.Option(help="sgd, adam, adamw, adamw8bit, sgd-plain, rmsprop, adagrad or none."),
 ]
 PlanFile = Annotated[
-    str | None, typer.Option(help="File of a plan, TOML or JSON, in place of technique flags.")
+    str | None,
+    typer.Option(help="Take the plan from this file, TOML or JSON, in place of technique flags."),
 ]
 LossName = Annotated[
     str | None,
@@ -64,6 +65,15 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, byt
 def json_line(value: Any) -> str:
     """For `--json`: in ASCII, whatever the terminal takes, and null for NaN."""
     return json_text(value, ensure_ascii=True)
+
+
+def show(text: str) -> None:
+    """Print a result; on a terminal its first line is bold, and a verdict has a color."""
+    first, _, rest = text.partition("\n")
+    typer.echo(typer.style(first, bold=True))
+    colors = {"verified": "green", "NOT verified": "red"}
+    for line in rest.splitlines():
+        typer.echo(typer.style(line, fg=colors[line]) if line in colors else line)
 
 
 Command = Callable[..., None]

@@ -28,38 +28,39 @@ REPORT_EXAMPLES = """Examples:
 
 
 def study(
-    file: Annotated[str, typer.Argument(help="The study: grids of settings, in TOML.")],
+    file: Annotated[str, typer.Argument(help="File of the study: grids of settings, in TOML.")],
     out: Annotated[
-        str | None, typer.Option(help="Folder of the study; by default runs/NAME.")
+        str | None, typer.Option(help="Folder for the study; by default runs/NAME.")
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on: what has ended is not run again.")
+        bool, typer.Option("--resume", help="Continue; finished runs are kept.")
     ] = False,
     retry_failed: Annotated[
-        bool, typer.Option("--retry-failed", help="Run those that failed once more.")
+        bool, typer.Option("--retry-failed", help="Run failed runs once more.")
     ] = False,
     workers: Annotated[int, typer.Option(help="Runs at a time, on one device.")] = 1,
     ray: Annotated[
         str | None, typer.Option(help="Address of a Ray cluster, or local, in place of workers.")
     ] = None,
-    gpus: Annotated[float, typer.Option(help="Of each run on a Ray cluster.")] = 0.0,
+    gpus: Annotated[float, typer.Option(help="GPUs for each run on a Ray cluster.")] = 0.0,
     only: Annotated[
         list[str] | None,
-        typer.Option(help="Leave out runs with other settings, 'density=0.2'; repeatable."),
+        typer.Option(help="Run only these settings, such as 'density=0.2'; repeatable."),
     ] = None,
     run_seconds: Annotated[
-        float | None, typer.Option(help="End a run after so long; by default the file's.")
+        float | None,
+        typer.Option(help="End a run after so many seconds; by default as the file says."),
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; by default cuda.")] = None,
     data_dir: Annotated[
-        str | None, typer.Option(help="Folder of the data; by default $SHOESTRING_DATA.")
+        str | None, typer.Option(help="Folder with the data; by default $SHOESTRING_DATA.")
     ] = None,
     keep_snapshots: Annotated[
         bool, typer.Option("--keep-snapshots", help="Keep the last weights of every run.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Run a grid of settings, each in its own process; what has ended is never run again."""
+    """Run a grid of settings, each in its own process; finished runs are kept."""
     from ..lab.study.command import run_study
     from ..lab.study.execute import Place
     from ..lab.study.kinds import positive
@@ -95,7 +96,9 @@ def _values(texts: Iterable[str]) -> dict[str, list[Any]]:
 
 
 def report(
-    folder: Annotated[str, typer.Argument(help="Of a study, or of runs of shoestring train.")],
+    folder: Annotated[
+        str, typer.Argument(help="Folder of a study, or of runs of shoestring train.")
+    ],
     out: Annotated[
         str | None, typer.Option(help="Folder to write to; by default FOLDER/report.")
     ] = None,
@@ -104,7 +107,7 @@ def report(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Tables (Markdown, LaTeX), figures (PNG, SVG) and one HTML page from the records of runs."""
+    """Make tables, figures and one HTML page from the records of runs."""
     from pathlib import Path
 
     from ..lab.study.overview import is_overview

@@ -43,7 +43,7 @@ def train(
         ),
     ],
     data_dir: Annotated[
-        str | None, typer.Option(help="Folder of the data; by default $SHOESTRING_DATA.")
+        str | None, typer.Option(help="Folder with the data; by default $SHOESTRING_DATA.")
     ] = None,
     input: Annotated[
         str | None,
@@ -64,28 +64,34 @@ def train(
             "--set", help="Another setting, 'sparsity.fraction_multiplier=2'; repeatable."
         ),
     ] = None,
-    epochs: Annotated[int | None, typer.Option(help="By default that of the data.")] = None,
+    epochs: Annotated[
+        int | None, typer.Option(help="Passes over the data; by default as many as its recipe has.")
+    ] = None,
     updates: Annotated[
-        int | None, typer.Option(help="Length of a training on text, in place of epochs.")
+        int | None, typer.Option(help="Text: number of updates, in place of epochs.")
     ] = None,
     batch: Batch = None,
     lr: Annotated[
-        float | None, typer.Option(help="The largest learning rate; by default tuned.")
+        float | None, typer.Option(help="Largest learning rate; by default the tuned one.")
     ] = None,
-    warmup: Annotated[int | None, typer.Option(help="Text: updates of rising rates.")] = None,
+    warmup: Annotated[
+        int | None, typer.Option(help="Text: updates in which the learning rate rises.")
+    ] = None,
     dropout: Annotated[
-        float | None, typer.Option(help="Text: by default that of the data.")
+        float | None, typer.Option(help="Text: dropout rate; by default as its recipe has.")
     ] = None,
     average: Annotated[
-        int | None, typer.Option(help="Text: last epochs whose weights are averaged.")
+        int | None, typer.Option(help="Text: number of last epochs whose weights are averaged.")
     ] = None,
-    beam: Annotated[int | None, typer.Option(help="Text: hypotheses held at once.")] = None,
+    beam: Annotated[int | None, typer.Option(help="Text: size of the beam.")] = None,
     length_penalty: Annotated[
-        float | None, typer.Option(help="Text: power of the length that divides a score.")
+        float | None, typer.Option(help="Text: scores are divided by the length to this power.")
     ] = None,
-    languages: Annotated[str | None, typer.Option(help="Text: such as de-en.")] = None,
-    merges: Annotated[int | None, typer.Option(help="Text: of BPE, 10,000 by default.")] = None,
-    seed: Annotated[int, typer.Option(help="Of weights, data and techniques.")] = 0,
+    languages: Annotated[str | None, typer.Option(help="Text: languages, such as de-en.")] = None,
+    merges: Annotated[
+        int | None, typer.Option(help="Text: number of BPE merges; 10,000 by default.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of weights, data order and techniques.")] = 0,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; by default cuda.")] = None,
     channels_last: Annotated[
         bool | None,
@@ -103,25 +109,27 @@ def train(
         int | None, typer.Option(help="Images (1000) or tokens (4000) evaluated at once.")
     ] = None,
     out: Annotated[
-        str | None, typer.Option(help="Folder of the run; by default runs/MODEL-DATA-SEED-TIME.")
+        str | None, typer.Option(help="Folder for the run; by default runs/MODEL-DATA-SEED-TIME.")
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the last snapshot in --out, if any.")
+        bool,
+        typer.Option("--resume", help="Continue from the last snapshot in --out, if there is one."),
     ] = False,
     snapshot_every: Annotated[
         int | None, typer.Option(help="Updates between snapshots; by default one a minute.")
     ] = None,
     stop_after: Annotated[
-        str | None, typer.Option(help="Stop, resumable, after so many epochs, or '300 steps'.")
+        str | None,
+        typer.Option(help="Stop after so many epochs, or '300 steps'; --resume continues."),
     ] = None,
     tensorboard: Annotated[
-        bool, typer.Option("--tensorboard", help="Write TensorBoard's files, too.")
+        bool, typer.Option("--tensorboard", help="Also write TensorBoard files.")
     ] = False,
     parallel: Annotated[
         str | None, typer.Option(help="Under torchrun: ddp (the default) or fsdp.")
     ] = None,
     threads: Annotated[
-        int | None, typer.Option(help="Of the CPU; by default all, for number_words one.")
+        int | None, typer.Option(help="CPU threads; by default all, for number_words one.")
     ] = None,
     predict: Annotated[
         bool,
@@ -180,15 +188,17 @@ def train(
 
 def translate(
     run: Annotated[str, typer.Argument(help="Folder of a run on text.")],
-    beam: Annotated[int | None, typer.Option(help="By default the run's.")] = None,
-    length_penalty: Annotated[float | None, typer.Option(help="By default the run's.")] = None,
+    beam: Annotated[int | None, typer.Option(help="By default that of the run.")] = None,
+    length_penalty: Annotated[
+        float | None, typer.Option(help="By default that of the run.")
+    ] = None,
     average: Annotated[
         bool,
         typer.Option("--average/--newest", help="Mean of the last epochs, or the newest snapshot."),
     ] = True,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; by default cuda.")] = None,
 ) -> None:
-    """Translate lines of stdin, tokenised as the training text was, to lines of stdout."""
+    """Translate lines of stdin, tokenized as the training text was, to lines of stdout."""
     with working(f"loading {run}"):
         from ..lab.runs.trainer import prepare_device
         from ..lab.runs.translating import load_translator
@@ -211,14 +221,16 @@ def translate(
 
 def prepare(
     data: Annotated[str, typer.Argument(help="Name or folder of a text in two languages.")],
-    out: Annotated[str, typer.Option(help="Folder to write; small, and all that training reads.")],
+    out: Annotated[str, typer.Option(help="Folder to write: all that training needs to read.")],
     data_dir: Annotated[
-        str | None, typer.Option(help="Folder of the data; by default $SHOESTRING_DATA.")
+        str | None, typer.Option(help="Folder with the data; by default $SHOESTRING_DATA.")
     ] = None,
-    languages: Annotated[str | None, typer.Option(help="Such as de-en.")] = None,
-    merges: Annotated[int | None, typer.Option(help="Of BPE, 10,000 by default.")] = None,
+    languages: Annotated[str | None, typer.Option(help="Languages, such as de-en.")] = None,
+    merges: Annotated[
+        int | None, typer.Option(help="Number of BPE merges; 10,000 by default.")
+    ] = None,
 ) -> None:
-    """Split a text into pieces and encode it, to train elsewhere: prints what is in it."""
+    """Encode a text once, so that training elsewhere needs only the result."""
     with working(f"preparing {data}"):
         from pathlib import Path
 

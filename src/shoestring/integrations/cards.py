@@ -155,6 +155,12 @@ def cards(
         quantize: "nf4" for frozen weights in 4 bits.
         dtype: Of the weights: "bf16", "fp16" or "fp32"; by default as the configuration says.
         sizes: Gigabytes of cards, or their names; by default those people have.
+
+    Returns:
+        One row for each card; `print` shows a table, notebooks too.
+
+    Examples:
+        >>> print(ss.cards("hf:./llama-8b", tokens=2048, lora="r=16"))
     """
     chosen = _rows_of(sizes)
     given = model if isinstance(model, Configured) else Configured(
@@ -166,9 +172,18 @@ def cards(
 def will_it_fit(
     model: str | Configured, budget: str | int, *, optimizer: str = "adamw", **how: Any
 ) -> CardFit:
-    """Whether a configuration trains within a budget of reserved bytes; `how` is that of `cards`.
+    """Whether a configuration trains within a budget of reserved bytes.
 
-    Example:
+    Args:
+        model: "hf:FOLDER", "hf:NAME" or "timm:NAME".
+        budget: Bytes, or text such as "24 GB".
+        optimizer: Its name.
+        how: Keywords of `cards`: `tokens`, `batch`, `lora`, `quantize`, `dtype`.
+
+    Returns:
+        Whether it fits, by which plan, and what that needs.
+
+    Examples:
         >>> print(ss.will_it_fit("hf:./llama-8b", "24 GB", tokens=2048, lora="r=16"))
         yes: 19.9 GB of 24.0 GB by plain, 1.00x the time; …
     """

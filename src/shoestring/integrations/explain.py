@@ -123,8 +123,12 @@ def explain(
         optimizer: Yours, or a name such as "adamw".
         device: "cpu" or "cuda"; by default where the model is, for a configuration "cuda".
         techniques: What the step runs with already: of these the peak without each is told.
+        how: Keywords of `cards`, for a configuration.
 
-    Example:
+    Returns:
+        Where the peak is, and one row for each flag.
+
+    Examples:
         >>> print(ss.explain(model, batch, loss=loss, optimizer="adamw", device="cuda"))
     """
     given: Configured | None = None

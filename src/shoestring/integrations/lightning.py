@@ -257,7 +257,7 @@ def _largest(trainer: Any, batch: Any) -> Any:
 
 
 def _mean(pairs: list[tuple[Any, Any]]) -> Any:
-    """Weighed; of what is no number, a metric that gathers by itself, the last."""
+    """Weighed; of what is not a number, a metric that gathers by itself, the last."""
     values = [value for value, _ in pairs]
     if not all(isinstance(value, (int, float, torch.Tensor)) for value in values):
         return values[-1]

@@ -3,7 +3,7 @@
 A tensor here is a matrix of rows (examples, or pixels of images) and channels. Of every channel,
 INNER elements lie beside each other: one where a pixel's channels do (channels-last, rows of
 features), an image where the tensor is contiguous. A tile is many channels wide in the first case
-and one in the second, so that neighbours are read together.
+and one in the second, so that neighbors are read together.
 
 A sum over rows is made in two steps that depend on nothing but the sizes: some programs add up a
 share of the rows each, and every program of the kernel that needs the sum adds up the shares, in
@@ -143,7 +143,7 @@ def running(  # type: ignore[no-untyped-def]
 def _incoming(  # type: ignore[no-untyped-def]
     x, grad, mean, rstd, scale, shift, place, there, RECTIFY: tl.constexpr
 ):
-    """The normalised input, and the gradient that passes the ReLU."""
+    """The normalized input, and the gradient that passes the ReLU."""
     value = tl.load(x + place, mask=there, other=0.0).to(tl.float32)
     unit = (value - mean[None, :]) * rstd[None, :]
     g = tl.load(grad + place, mask=there, other=0.0).to(tl.float32)

@@ -1,7 +1,7 @@
 """Dynamic convolution on CUDA, in Triton: one kernel forward and one backward, nothing unfolded.
 
 A program makes a few positions of one head of one sentence. It reads the shifted rows of its
-neighbours once a tap, which the cache holds, and sums in FP32. There are no atomic additions: the
+neighbors once a tap, which the cache holds, and sums in FP32. There are no atomic additions: the
 same input gives the same bits.
 """
 

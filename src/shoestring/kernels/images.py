@@ -55,7 +55,7 @@ def crop(
     chosen: bool,
     channels_last: bool,
 ) -> None:
-    """Of every example (which image, first row, first column) in `drawn`, the crop, normalised.
+    """Of every example (which image, first row, first column) in `drawn`, the crop, normalized.
 
     A first column behind the last says that the crop is mirrored. Unless `chosen`, the images are
     those of the examples already.

@@ -40,7 +40,7 @@ class Noise:
     def rounded(
         self, x: torch.Tensor, dtype: torch.dtype, *, keep_nan: bool = True
     ) -> torch.Tensor:
-        """FP32 → `dtype`, at random between the two neighbours.
+        """FP32 → `dtype`, at random between the two neighbors.
 
         Random bits are added below the last bit kept, then cut off; on the bits of NaN that can
         make a number, which `keep_nan` prevents. FP16's subnormal numbers (under 6.1e-5) are

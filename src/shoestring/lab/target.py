@@ -329,7 +329,7 @@ def _load(name: str, kind: str = "factory") -> Callable[..., Any]:
 
 
 class _Initializing(TorchDispatchMode):
-    """Answer questions about values that an initialisation asks (`while mask.any()`): no, zero."""
+    """Answer questions about values that an initialization asks (`while mask.any()`): no, zero."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -1,7 +1,7 @@
 """What to do with each block of a model, as a value and as text.
 
 A sequence of items, one after the other. An item is a *leaf*, one block that keeps all that
-backward reads ("keep"), all but outputs of normalisations and activations ("cheap"), all but
+backward reads ("keep"), all but outputs of normalizations and activations ("cheap"), all but
 those and products that are much larger than what they read ("lean"), or a *region*, a tuple of
 items of which only the input is kept and which is recomputed as a whole. In text a region stands in
 brackets, `*` repeats, and `recompute` is `[keep]`, a region of one block:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ..errors import InputError, UnknownOperationWarning
@@ -14,6 +15,7 @@ from ..units import format_flops, format_size
 from .device import device_timeline
 from .fundamental import fundamental_timeline
 from .nodes import dense_flops, forward_graph
+from .picture import Picture, draw_timeline
 from .schedule import Kind, recompute_flops, schedule
 from .timeline import Timeline
 
@@ -77,14 +79,35 @@ class MemoryProfile:
             "warnings": list(self.warnings),
         }
 
+    def plot(self, file: str | Path | None = None) -> Picture:
+        """Draw the live bytes of the step by role; `file` also writes it, as SVG.
+
+        Args:
+            file: Name of an SVG file to write.
+
+        Returns:
+            The picture, which a notebook shows.
+
+        Examples:
+            >>> ss.profile(model, batch, loss=loss, optimizer="sgd").plot("memory.svg")
+        """
+        of = f" on {self.device}" if self.accounting == "device" else ""
+        picture = draw_timeline(
+            self.timeline,
+            f"Predicted memory of one step{of}: peak {format_size(self.peak_bytes)}",
+        )
+        if file is not None:
+            picture.save(file)
+        return picture
+
     def _repr_html_(self) -> str:
-        """In a notebook: bytes by role at the peak."""
+        """In a notebook: the step over time, and bytes by role at the peak."""
         rows = [["at the peak", "bytes", "share"]]
         for role, size in sorted(self.bytes_by_role.items(), key=lambda item: -item[1]):
             if size:
                 share = f"{100 * size / self.peak_bytes:.1f}%"
                 rows.append([role.value.replace("_", " "), format_size(size), share])
-        return caption(str(self), rows)
+        return self.plot().svg + caption(str(self), rows)
 
     def __str__(self) -> str:
         roles = self.bytes_by_role

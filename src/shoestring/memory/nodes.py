@@ -199,7 +199,7 @@ def _number_residual_blocks(graph: ForwardGraph) -> None:
     """Cut every repeated layer after its residual additions: one block per residual connection.
 
     A transformer's layer has two or three, WideResNet's block has one. A cut stands behind the
-    addition and the normalisation or activation that follows it, where a single tensor made in
+    addition and the normalization or activation that follows it, where a single tensor made in
     the layer is read later on; a layer without such a place is one block.
     """
     last_use: dict[int, int] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -33,6 +33,9 @@ class Prediction:
     """How long that takes."""
     hidden_seconds: float = 0.0
     """Of it, what runs under other work."""
+
+    curve: tuple[int, ...] = field(default=(), compare=False, repr=False)
+    """Live bytes from the start of the step to its end, thinned, for pictures."""
 
     @property
     def needed_bytes(self) -> int:

@@ -48,7 +48,7 @@ class Segment:
     children: list[Segment] = field(default_factory=list)
     recompute: bool = True
     drop_cheap: bool = False
-    """Outputs of normalisations and activation functions are recomputed when read."""
+    """Outputs of normalizations and activation functions are recomputed when read."""
     drop_wide: bool = False
     """So are products much larger than what they read."""
 
@@ -262,11 +262,11 @@ class _Builder:
 
 
 def statistics_bytes(graph: ForwardGraph, events: Iterable[Event]) -> int:
-    """Batch statistics cached for every normalisation that is recomputed."""
+    """Batch statistics cached for every normalization that is recomputed."""
     again = {e.node for e in events if e.kind is Kind.RECOMPUTE}
     return sum(graph.nodes[index].statistics_bytes for index in again)
 
 
 def recompute_flops(graph: ForwardGraph, events: Iterable[Event]) -> int:
-    """Floating-point operations of everything that ran again."""
+    """Floating-point operations of everything that is recomputed."""
     return sum(graph.nodes[e.node].recompute_flops for e in events if e.kind is Kind.RECOMPUTE)

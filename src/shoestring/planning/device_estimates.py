@@ -11,9 +11,12 @@ from collections.abc import Collection
 from dataclasses import replace
 from functools import cached_property
 
+import numpy as np
+
 from ..errors import InputError, TraceError
 from ..memory.cpu_scratch import scratch_above
 from ..memory.device import device_timeline
+from ..memory.picture import thinned
 from ..memory.prediction import Prediction
 from ..memory.reserved import reserved
 from ..memory.timeline import resident_bytes
@@ -305,7 +308,14 @@ class DeviceEstimates:
             peak, "device", device, step + update + link - hidden, int(work.flops),
             self._costs.source, above, taken, captured, graph,
             self.update(setting).link_bytes, link, hidden,
+            curve=self._curve(totals + state, setting),
         )  # fmt: skip
+
+    def _curve(self, passes: np.ndarray, setting: Setting) -> tuple[int, ...]:
+        """Of both passes, and of the update, which is traced apart and drawn as a twentieth."""
+        inside = any(t.updates_in_backward for t in setting.techniques)
+        update = 0 if inside else len(passes) // 20 + 1
+        return thinned(np.append(passes, np.full(update, self.floor_bytes(setting))))
 
     def _rest(self, setting: Setting) -> float:
         """How large the last part of the minibatch is, where it is smaller than the others."""

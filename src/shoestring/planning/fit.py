@@ -63,7 +63,7 @@ def fit(
     Returns:
         A `Step`; `step(batch)` is forward, backward and update.
 
-    Example:
+    Examples:
         >>> step = ss.fit(model, batch, loss=loss, optimizer=optimizer, budget="8 GB")
     """
     check_trainable(model)

@@ -16,6 +16,7 @@ from typing import Any
 from ..errors import InputError, UnknownOperationWarning
 from ..memory.fundamental import parameter_bytes
 from ..memory.model import MemoryProfile, memory_profile
+from ..memory.picture import thinned
 from ..memory.prediction import Prediction
 from ..memory.work import Work
 from ..techniques import registered
@@ -166,7 +167,10 @@ class FundamentalEstimates:
         flops = _flops(made) * parts
         work = Work(flops, 0, len(made.timeline.labels) * parts)
         seconds = IDEAL.seconds(work)
-        return Prediction(made.peak_bytes, "fundamental", "any", seconds, flops, IDEAL.source)
+        return Prediction(
+            made.peak_bytes, "fundamental", "any", seconds, flops, IDEAL.source,
+            curve=thinned(made.timeline.totals),
+        )  # fmt: skip
 
 
 def _profile(trace: Trace, techniques: Techniques) -> MemoryProfile:

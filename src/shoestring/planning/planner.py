@@ -104,7 +104,7 @@ def plan(
     Raises:
         BudgetError: Nothing fits; it names the smallest budget that works.
 
-    Example:
+    Examples:
         >>> plan = ss.plan(model, batch, loss=loss, optimizer="adamw", budget="8 GB")
     """
     budget_bytes = parse_size(budget)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ..html_table import caption
+from ..memory.picture import Curve, Picture, draw_curves
 from ..memory.prediction import Prediction
 from ..techniques.claims import LOSSLESS, LOSSY, NEAR_LOSSLESS
 from ..techniques.plan import Plan
@@ -82,6 +84,35 @@ class BudgetPlan(Plan):
         kinds = [choice.kind for choice in self.choices]
         return next((kind for kind in (LOSSY, NEAR_LOSSLESS) if kind in kinds), LOSSLESS)
 
+    def plot(self, file: str | Path | None = None) -> Picture:
+        """Draw the memory of the plain and of the planned step over one another, and the budget.
+
+        Args:
+            file: Name of an SVG file to write.
+
+        Returns:
+            The picture, which a notebook shows.
+
+        Examples:
+            >>> ss.plan(model, batch, loss=loss, optimizer="adamw", budget="8 GB").plot("plan.svg")
+        """
+        curves = [
+            Curve(f"{name}: peak {format_size(of.peak_bytes)}", of.curve or (of.peak_bytes,) * 2,
+                  name)
+            for name, of in (("plain", self.plain), ("planned", self.predicted))
+        ]  # fmt: skip
+        how = "Measured" if self.by_running else "Predicted"
+        where = "" if self.predicted.device == "any" else f" on {self.predicted.device}"
+        picture = draw_curves(
+            curves, f"{how} memory of one training step{where}", budget_bytes=self.budget_bytes
+        )
+        if file is not None:
+            picture.save(file)
+        return picture
+
+    def _rows(self) -> list[tuple[str, str, str, str]]:
+        return [(c.part, c.setting, c.kind, c.why) for c in self.choices]
+
     def to_toml(self) -> str:
         """The plan for a person to edit; what was predicted stands above it as comments."""
         lines = [f"# {line}".rstrip() for line in self._summary()]
@@ -135,19 +166,17 @@ class BudgetPlan(Plan):
         return lines
 
     def _repr_html_(self) -> str:
-        """In a notebook."""
-        rows = [[c.part, c.setting, c.kind, c.why] for c in self.choices]
-        return caption(
+        """In a notebook: both steps over time, and the parts of the plan."""
+        return self.plot().svg + caption(
             " · ".join([self.short(), *self._summary()]),
-            [["technique", "setting", "claim", "why"], *rows],
+            [("technique", "setting", "claim", "why"), *self._rows()],
         )
 
     def __str__(self) -> str:
         first = f"{self.short()}: {format_size(self.predicted.peak_bytes)}"
         if not self.by_running:
             first += f", {_times(_number(self.predicted.flops), self.plain.flops)} FLOPs"
-        rows = [(c.part, c.setting, c.kind, c.why) for c in self.choices]
-        return "\n".join([first, *self._summary(), *_table(rows), *price_lines(self)])
+        return "\n".join([first, *self._summary(), *_table(self._rows()), *price_lines(self)])
 
     @property
     def summary(self) -> str:

@@ -35,10 +35,11 @@ class Setting:
         """The weakest claim of any."""
         return max((offer.level(at) for offer in self.offers), default=Level.EQUAL)
 
-    def rank(self, at: Circumstances) -> tuple[Level, float]:
-        """Less is closer to plain training; all that is lossless ranks alike."""
+    def rank(self, at: Circumstances) -> tuple[Level, bool, float]:
+        """Less is closer to plain training; all that is lossless ranks alike, last ones last."""
         lossiness = sum(offer.lossiness for offer in self.offers)
-        return max(self.level(at), Level.ROUNDING), lossiness
+        last = any(offer.last for offer in self.offers)
+        return max(self.level(at), Level.ROUNDING), last, lossiness
 
     def plan(self, scheduled: Technique | None = None) -> Plan:
         """The plan with this setting, and a schedule."""

@@ -43,7 +43,7 @@ def apply(
         A `Step`; `step(batch)` is forward, backward and update, `step(batch, update=False)` leaves
         the gradients for the next one.
 
-    Example:
+    Examples:
         >>> step = ss.apply([ss.Microbatching(8)], model, optimizer, loss=loss)
         >>> for batch in loader: step(batch)
     """

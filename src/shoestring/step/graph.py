@@ -157,7 +157,7 @@ class GraphRunner:
         self._seen[shapes] = [None if at is None else at - start for at in starts.found]
         if len(self._seen) > MOST_SHAPES:
             self._seen.popitem(last=False)
-        # The first step makes the optimizer's state. Numbers that steps change are no change here:
+        # The first step makes the optimizer's state. Numbers that steps change do not count:
         # the capture says why it cannot be.
         self._program, self._addresses = self._settings(), self._where()
         return loss

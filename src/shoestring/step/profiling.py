@@ -44,7 +44,7 @@ def profile(
     Returns:
         The peak, what is live at it by role and module, and the timeline.
 
-    Example:
+    Examples:
         >>> print(ss.profile(model, batch, loss=loss, optimizer="sgd"))
         model 5.8 MB · optimizer 11.7 MB · activations 387.3 MB · peak 404.8 MB
     """

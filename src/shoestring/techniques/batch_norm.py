@@ -1,7 +1,7 @@
 """BatchNorm on CUDA in kernels of its own: keeps only its input, fuses the following ReLU.
 
 The arithmetic is FP32, as the report asks for 16-bit tensors (Section 3.2). Statistics and
-normalisation are two functions, so that a second pass has the statistics already and runs one
+normalization are two functions, so that recomputation has the statistics already and runs one
 kernel. Where a BatchNorm's output is read by one nn.ReLU and by nothing else, both are one
 function: nothing of the size of the activations lies between them, forward or backward. Which those
 are shows in the graph of the first forward pass.
@@ -40,12 +40,12 @@ class Statistics(NamedTuple):
     running: Running | None
 
     def known(self) -> Statistics:
-        """What is left when the first normalisation has run."""
+        """What is left when the first normalization has run."""
         return Statistics(self.found, None, None)
 
 
 def statistics(x: torch.Tensor, running: Running, groups: int = 1) -> Statistics:
-    """The statistics of each group of examples, which the normalisation completes; no gradient."""
+    """The statistics of each group of examples, which the normalization completes; no gradient."""
     if has_torch_function((x,)):
         return handle_torch_function(statistics, (x,), x, running, groups)
     return Statistics(*batch_norm_tiles.statistics(x.detach(), groups), running)
@@ -69,7 +69,7 @@ def normalise(
     batch: Statistics,
     settings: NormSettings,
 ) -> torch.Tensor:
-    """The normalised input, or its positive part; the gradient goes through the statistics too."""
+    """The normalized input, or its positive part; the gradient goes through the statistics too."""
     if has_torch_function((x,)):
         return handle_torch_function(normalise, (x,), x, weight, bias, batch, settings)
     return _Normalise.apply(x, weight, bias, batch, settings)

@@ -1,4 +1,4 @@
-"""The random numbers of recomputation: the second pass draws what the first one drew.
+"""The random numbers of recomputation: recomputation draws what the forward pass drew.
 
 Eagerly, `torch.utils.checkpoint` puts the generator back by itself. A CUDA graph cannot: while it
 is captured, nothing may read or write a generator's state. So an eager step notes where in the

@@ -19,7 +19,19 @@ Kind = TypeVar("Kind", bound=type[Technique])
 
 
 def register(kind: Kind) -> Kind:
-    """Make a technique known under its `name`; used as a decorator."""
+    """Make a technique known under its `name`; used as a decorator.
+
+    Args:
+        kind: A frozen dataclass that derives from `Technique`.
+
+    Returns:
+        The same class.
+
+    Examples:
+        >>> @ss.register
+        ... @dataclass(frozen=True)
+        ... class Mine(ss.Technique): ...
+    """
     name = kind.name
     if not (is_dataclass(kind) and kind.__dataclass_params__.frozen):
         raise TypeError(f"{kind.__name__} must be a frozen dataclass")

@@ -58,7 +58,7 @@ def put_back(module: nn.Module, held: Held) -> None:
 def moved_modules(model: nn.Module, before: Iterable[Held]) -> frozenset[str]:
     """Paths of modules whose buffers were assigned, or whose counters and lists changed.
 
-    A tensor in an attribute that is no buffer is a result of the pass, not a state.
+    A tensor in an attribute that is not a buffer is a result of the pass, not a state.
     """
     pairs = zip(model.named_modules(), before, strict=True)
     return frozenset(path for (path, module), held in pairs if _moved(held, held_by(module)))

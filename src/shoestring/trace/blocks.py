@@ -36,7 +36,7 @@ def sparsifiable_names(model: nn.Module) -> frozenset[str]:
 
     A network of convolutions: every convolution but the first; the linear layers stay dense when
     there is one (the classifier), and all but the last are sparse when there are more. Any other
-    network: every matrix of a linear layer, embedding or attention. Normalisation and biases
+    network: every matrix of a linear layer, embedding or attention. Normalization and biases
     never, nor scales of whatever shape, nor a module with `keep_dense = True`. A tied weight counts
     once, under its first name.
     """
@@ -61,7 +61,7 @@ def _is_matrix(module: nn.Module, parameter: nn.Parameter) -> bool:
         return False
     if isinstance(module, (nn.Linear, nn.Embedding, nn.EmbeddingBag, nn.modules.conv._ConvNd)):
         return parameter.dim() >= 2
-    return sum(size > 1 for size in parameter.shape) >= 2  # one number a channel is no matrix
+    return sum(size > 1 for size in parameter.shape) >= 2  # one number a channel is not a matrix
 
 
 def find_blocks(trace: Trace) -> tuple[str, ...]:

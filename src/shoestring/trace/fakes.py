@@ -122,7 +122,7 @@ def fake_model(model: nn.Module, mode: FakeTensorMode) -> tuple[nn.Module, dict[
         ) from error
     for module in made.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.momentum is None:
-            module.momentum = 0.1  # else it reads its count, which is no number here
+            module.momentum = 0.1  # else it reads its count, which is not a number here
     return made, mapping
 
 

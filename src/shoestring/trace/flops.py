@@ -2,7 +2,7 @@
 
 Matrix products and convolutions by `torch.utils.flop_counter`; what neither it nor a rule here
 knows is elementwise or a reduction, and counted by its elements, so that recomputing a
-normalisation is cheap but not free (the report: under 1% of the total, Section 3.4).
+normalization is cheap but not free (the report: under 1% of the total, Section 3.4).
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ Example, the update `buffer.mul_(0.9).add_(gradient); weight.add_(buffer)`:
     add_     v15, gradient    buffer (v16)    v15 → v16            v0
     add_     weight (v0), v16 weight (v18)    v16                  v0 → v18
 
-A view is no new value: it reads its storage's. Autograd tells which forward operation a backward
+A view is not a new value: it reads its storage's. Autograd tells which forward operation a backward
 one belongs to: every node has a number, and the recorder notes the operation that ran when the
 node was made. `capture.py` freezes the lists into a `Trace`.
 """

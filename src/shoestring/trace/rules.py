@@ -36,7 +36,7 @@ class Rule:
     bits: int = 0
     flow: Flow = Flow.FRESH
     cheap: bool = False
-    """Normalisation or activation function: dropped and recomputed by `no-bn`."""
+    """Normalization or activation function: dropped and recomputed by `no-bn`."""
     normalization: bool = False
     """Batch statistics are worth caching when the output is recomputed."""
     elementwise: bool = False
@@ -187,7 +187,7 @@ RULES: dict[str, Rule] = {
     "mv": _pair("self", "vec", _PRODUCT),
     "linear": _pair("input", "weight", _PRODUCT),
     "convolution": _pair("input", "weight", _PRODUCT),
-    # normalisation
+    # normalization
     "native_batch_norm": Rule(
         _NORM_NEEDS,
         "needs its input; the statistics come from it again",

@@ -22,5 +22,5 @@ def examples_of(batch: Any) -> int | None:
 
 
 def cut(batch: Any, start: int, stop: int) -> Any:
-    """Examples `start` to `stop` as views; scalars and what is no tensor are passed along."""
+    """Examples `start` to `stop` as views; scalars and what is not a tensor are passed along."""
     return map_tensors(lambda t: t[start:stop] if t.dim() > 0 else t, batch)

@@ -46,18 +46,31 @@ def verify(
     """Train copies for a few steps, plainly and by the plan, and say how they compare.
 
     Gradients are those of the first step, before the update; all else is compared after the last.
-    Rounding is measured: plain training in FP64 says how far the very step is from exact, and a
-    multiple of that is allowed. The plan runs in FP64, too, where what differs is not rounding; so
-    16 bits hide nothing. Microbatches draw what the whole batch drew. What could not be compared is
-    UNPROVEN and fails, unless `accept` names it. `near` and `lossy` bound what a claim of that kind
-    may differ by, relative; by default near is a multiple of the noise that 16 bits make here.
+    Plain training in FP64 says how far this very step is from exact; a multiple of that rounding is
+    allowed. The plan runs in FP64 too, where nothing rounds, so that 16 bits hide nothing.
+    Microbatches draw the random numbers that the whole batch drew. FP32 is computed without TF32.
 
-    `against` is another model, or (model, optimizer) or (model, optimizer, loss), to compare with
-    in place of plain training: the model as it is beside one that is checkpointed, compiled or
-    fused. It starts from the same weights, by name.
+    Args:
+        plan: A plan or a list of techniques.
+        model: Left as it is, like the optimizer and the random streams.
+        batches: What the steps are given; with fewer batches than steps they are used again.
+        loss: `(model, batch) -> scalar`.
+        optimizer: Over the model's parameters.
+        steps: How many are compared.
+        against: Another model, or (model, optimizer) or (model, optimizer, loss), to compare with
+            in place of plain training: one that is checkpointed, compiled or fused. It starts from
+            the same weights, by name.
+        near: What a claim of "near" may differ by, relative. By default a multiple of the noise
+            that 16 bits make in this step.
+        lossy: The same for a lossy claim; by default nothing bounds it.
+        accept: Rows to accept although they are UNPROVEN: they could not be compared.
 
-    The model, the optimizer and the random streams given are left as they are. FP32 is whole,
-    without TF32. With fewer batches than steps they are used again.
+    Returns:
+        A `Certificate`. Its `ok` says whether every claim holds; `check()` raises if not.
+
+    Examples:
+        >>> ss.verify(plan, model, [batch], loss=loss, optimizer=optimizer).ok
+        True
     """
     chosen = Plan.of(plan)
     check_optimizer(optimizer)

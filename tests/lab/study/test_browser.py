@@ -14,7 +14,8 @@ import pytest
 from studies import TINY, made_up
 
 from shoestring.lab.study.expand import expand
-from shoestring.lab.study.page import page, write_profile
+from shoestring.lab.study.page import page
+from shoestring.lab.study.profile_page import write_profile
 from shoestring.lab.study.report import report
 from shoestring.lab.study.results import load_results
 from shoestring.lab.study.spec import load

@@ -1,4 +1,4 @@
-"""BLEU by `sacrebleu` (Papineni et al., 2002; Post, 2018), on text that is tokenised already."""
+"""BLEU by `sacrebleu` (Papineni et al., 2002; Post, 2018), on text that is tokenized already."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Score:
 
 
 def score(translations: Sequence[str], references: Sequence[str]) -> Score:
-    """One reference each; both tokenised as the training text is, so nothing is tokenised here."""
+    """One reference each; both tokenized as the training text is, so nothing is tokenized here."""
     with needs_extra("lab", "sacrebleu", "BLEU"):
         from sacrebleu.metrics import BLEU
     if len(translations) != len(references):

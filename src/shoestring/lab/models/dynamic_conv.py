@@ -79,7 +79,7 @@ class ConvolutionBlock(nn.Module):
     """Linear, dynamic convolution, linear: what stands in the place of self-attention.
 
     x' = W1 x; w = dropout(softmax_k(Wk x')); y = W2 DynamicConv(x', w) (Wu et al., 2019, section
-    4, without GLU). A causal block sees the present and the past, the other is centred.
+    4, without GLU). A causal block sees the present and the past, the other is centered.
     """
 
     def __init__(self, config: TransformerConfig, kernel: int, causal: bool) -> None:

@@ -22,7 +22,7 @@ WORDS = 1024
 def label_smoothed_loss(
     logits: Tensor, target: Tensor, smoothing: float = 0.1, padding: int = PADDING
 ) -> Tensor:
-    """The loss of scores (…, vocabulary); half-precision ones are normalised in FP32."""
+    """The loss of scores (…, vocabulary); half-precision ones are normalized in FP32."""
     dtype = torch.promote_types(logits.dtype, torch.float32)
     log_p = F.log_softmax(logits, dim=-1, dtype=dtype)
     true = log_p.gather(-1, target[..., None]).squeeze(-1)

@@ -1,4 +1,4 @@
-"""Training on labelled images: SGD by epochs, evaluated by accuracy."""
+"""Training on labeled images: SGD by epochs, evaluated by accuracy."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def _drain(
         send(job, 1)
     while sent and not asked:
         done, _ = ray.wait(list(sent), timeout=TICK_SECONDS)
-        for handle in () if asked else done:  # a cluster that ends, too, is no failure of theirs
+        for handle in () if asked else done:  # a cluster that ends, too, is not their failure
             job, attempt, _ = sent.pop(handle)
             error = ""
             try:

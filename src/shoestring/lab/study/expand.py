@@ -81,7 +81,7 @@ class SearchChoice:
     candidates: tuple[SearchCandidate, ...]
     search: StudySearch
     ended: int
-    """Trials that have; before all have, the values are no choice yet."""
+    """Trials that have; before all have, nothing is chosen yet."""
 
     @property
     def is_made(self) -> bool:

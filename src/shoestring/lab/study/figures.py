@@ -16,7 +16,7 @@ from .spec import Figure
 from .statistics import pareto_front
 from .tables import HEADS, head, setting_label, shown
 
-# Okabe and Ito's colours, which people with any colour vision can tell apart, less the yellow.
+# Okabe and Ito's colors, which people with any color vision can tell apart, less the yellow.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = "osD^vP<>"
 LINES = ("-", "--", "-.")

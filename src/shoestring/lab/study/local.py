@@ -131,7 +131,7 @@ def _start(context: Any, job: StudyJob, folder: Path, place: Place) -> tuple[Any
 
 
 def _child(job: StudyJob, folder: Path, place: Place, lifeline: Connection) -> None:
-    gc.freeze()  # what the server imported is no garbage, and takes long to look through
+    gc.freeze()  # what the server imported is not garbage, and takes long to look through
     with suppress(OSError):  # a Ctrl-C is for the study, which then tells each run once
         os.setsid()
     threading.Thread(target=_follow, args=(lifeline,), daemon=True).start()

@@ -88,7 +88,7 @@ def collect(where: Path) -> Loose:
             ended = [run for run in group.runs if run.error is None]
             first = {run.job.settings.get("seed"): run.folder for run in ended}
             seed = flags.get("seed")
-            if seed in first and found.error is None:  # the same run once more is no trial
+            if seed in first and found.error is None:  # the same run once more is not another trial
                 names = (str(f.relative_to(where)) for f in (folder, first[seed]))
                 passed_over.append("{} has the settings and the seed of {}".format(*names))
             else:
@@ -125,7 +125,7 @@ def _run(folder: Path) -> tuple[Values, Values, Outcome | None]:
 def flat_settings(settings: Mapping[str, Any]) -> tuple[Values, Values]:
     """A record's settings with the plan's as the flags of the command line, and those without one.
 
-    There are none of a technique that changes no bit, and the plan's seeds are no settings.
+    There are none of a technique that changes no bit, and the plan's seeds are not settings.
     """
     if "plan" not in settings:
         return {}, {}

@@ -7,16 +7,11 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from importlib.resources import files as resources
-from pathlib import Path
 from posixpath import normpath
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from ... import files
-from ...errors import InputError
-from ...memory.model import MemoryProfile
-from ...techniques.registry import flags
-from ...units import format_size
 from ..records.run import FILE
 from .execute import FAILURE, Outcome
 from .figures import series_name
@@ -43,46 +38,24 @@ def page(results: Results, made: Sequence[Table] | None = None, runs: str = "../
     scored = any("score" in row.quantities for row in results.rows)
     data = _data(results)
     sections = [
-        _section("tables", *(_html_table(t) for t in made or tables(results)), title="Results"),
+        section("tables", *(_html_table(t) for t in made or tables(results)), title="Results"),
         _pareto(results) if scored else None,
         _setting() if len(data["rows"]) > 1 else None,
-        _timeline() if data["profiles"] else None,
+        timeline_section() if data["profiles"] else None,
         _curves(data) if data["curves"] else None,
         _agreement(results),
         _runs(results, runs),
     ]
-    return _document(study.title, _facts(results), [s for s in sections if s is not None], data)
+    return document(study.title, _facts(results), [s for s in sections if s is not None], data)
 
 
-def profile_page(title: str, profile: Mapping[str, Any]) -> str:
-    """The page of one profile: the timeline of a step, its peak and its pie."""
-    row = {**_NOTHING, "memory": profile["peak_bytes"], "profile": 0}
-    data: dict[str, Any] = {"title": title, "score_label": "", "varied": [], "heads": {}}
-    data |= {"rows": [row], "profiles": [_profile(profile)], "curves": {}}
-    facts = (
-        f"{profile['parameters']:,} parameters · {profile['accounting']} accounting · "
-        f"peak {format_size(profile['peak_bytes'])}, {profile['peak']['phase']}"
-    )
-    return _document(title, f"<p>{escape(facts)}</p>", [_timeline()], data)
-
-
-def write_profile(path: str | Path, settings: Mapping[str, Any], result: MemoryProfile) -> None:
-    """Write the page of a profile; its title says what was profiled."""
-    from .timelines import as_values
-
-    what = [f"{settings['batch']} {settings['batch_unit']}"]
-    named = (*flags(), "optimizer")
-    what += [f"{n} {settings[n]}" for n in named if settings.get(n) not in (None, False)]
-    text = profile_page(f"{settings['model']}: {', '.join(what)}", as_values(result))
-    try:
-        files.write(path, text.encode(errors="backslashreplace"))
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror}") from None
-
-
-def _document(title: str, facts: str, sections: Sequence[Section], data: Mapping[str, Any]) -> str:
+def document(
+    title: str, facts: str, sections: Sequence[Section], data: Mapping[str, Any], *more: str
+) -> str:
+    """A page that loads nothing: what it shows, and the scripts that draw it, `more` included."""
     here = resources("shoestring.lab.study") / "page_files"
-    read = {name: (here / name).read_text(encoding="utf-8") for name in _FILES}
+    scripts = ("plots.js", *more, "page.js")
+    read = {n: (here / n).read_text(encoding="utf-8") for n in ("page.html", "page.css", *scripts)}
     # A "<" in the data could end the script it stands in.
     text = files.json_text(data, separators=(",", ":"), default=str).replace("<", "\\u003c")
     filled = {
@@ -92,7 +65,7 @@ def _document(title: str, facts: str, sections: Sequence[Section], data: Mapping
         "@LINKS@": _links(sections),
         "@BODY@": "\n".join(section.text for section in sections),
         "@DATA@": text,
-        "@SCRIPT@": read["plots.js"] + read["page.js"],
+        "@SCRIPT@": "".join(read[name] for name in scripts),
     }
     made = read["page.html"]
     for name in filled:  # split at all names first: what is filled in may contain one
@@ -100,10 +73,7 @@ def _document(title: str, facts: str, sections: Sequence[Section], data: Mapping
     return "".join(filled.get(part, part) for part in made.split("\0"))
 
 
-_FILES = ("page.html", "page.css", "plots.js", "page.js")
-
-
-_NOTHING: Mapping[str, Any] = {
+NOTHING: Mapping[str, Any] = {
     **dict.fromkeys(("memory", "score", "predicted", "measured", "target", "profile")),
     **{"settings": {}, "texts": {}, "runs": []},
 }
@@ -166,7 +136,7 @@ def _searched(results: Results) -> list[dict[str, Any]]:
             runs = [job.name for job in tried.jobs if job.name in results.outcomes]
             values = {**choice.where, **tried.values}
             name = "search: " + ", ".join(f"{head(n)} {shown(n, v)}" for n, v in values.items())
-            made += [{**_NOTHING, "name": name, "runs": runs}] if runs else []
+            made += [{**NOTHING, "name": name, "runs": runs}] if runs else []
     return made
 
 
@@ -195,7 +165,8 @@ class Section(NamedTuple):
     text: str
 
 
-def _section(name: str, *parts: str, title: str) -> Section:
+def section(name: str, *parts: str, title: str) -> Section:
+    """A heading, and parts of HTML below it."""
     lines = [f'<section id="{name}">', f"<h2>{escape(title)}</h2>", *parts, "</section>"]
     return Section(name, title, "\n".join(lines))
 
@@ -261,7 +232,7 @@ def _cells(texts: Iterable[str], tag: str = "td", links: Sequence[str] | None = 
 
 def _pareto(results: Results) -> Section:
     told = any("score" in results.targets_of(row) for row in results.rows)
-    return _section(
+    return section(
         "front",
         f'<p class="faint">{"Filled: this study. Open: the report. " if told else ""}'
         "Dashed: the Pareto front of what is shown. Arrow keys walk through the points; "
@@ -277,11 +248,12 @@ def _pareto(results: Results) -> Section:
 
 def _setting() -> Section:
     choice = '<label class="wide">setting<select id="setting"></select></label>'
-    return _section("one", choice, title="One setting")
+    return section("one", choice, title="One setting")
 
 
-def _timeline() -> Section:
-    return _section(
+def timeline_section() -> Section:
+    """The memory of a step at every instant, and what is live at its peak."""
+    return section(
         "memory",
         '<p id="timeline-empty" hidden>This setting was not profiled.</p>',
         '<div id="timeline-box"><p id="timeline-title"></p><div id="timeline"></div>',
@@ -306,7 +278,7 @@ def _curves(data: Mapping[str, Any]) -> Section:
     options = "".join(
         f'<option value="{m}">{m.replace("_", " ")}</option>' for m in METRICS if m in there
     )
-    return _section(
+    return section(
         "training",
         f'<div class="controls"><label>curve<select id="metric">{options}</select></label></div>',
         '<div id="curves"></div>',
@@ -329,7 +301,7 @@ def _agreement(results: Results) -> Section | None:
         texts += [f"{predicted:,}", f"{measured:,}", f"{100 * (measured / predicted - 1):+.2f}%"]
         lines.append(_cells(texts))
     lines.append("</table></div>")
-    return _section(
+    return section(
         "prediction",
         '<div id="agreement"></div>',
         '<div class="panel" id="agreement-said" aria-live="polite">'
@@ -360,4 +332,4 @@ def _runs(results: Results, folder: str) -> Section:
             rest = _cells(texts)
         lines.append(rest.replace("<tr>", f'<tr id="run-{escape(name)}">{first}', 1))
     lines.append("</table></div>")
-    return _section("runs", "\n".join(lines), title="Every run")
+    return section("runs", "\n".join(lines), title="Every run")

@@ -19,7 +19,7 @@ from ..tasks import IMAGES, SHAPE
 from ..tasks.images import image_shape
 
 MOST_INSTANTS = 3000
-"""A longer timeline is thinned for the page: of neighbours the one with most bytes stays."""
+"""A longer timeline is thinned for the page: of neighbors the one with most bytes stays."""
 MOST_LIVE = 40
 
 

@@ -198,7 +198,7 @@ def read_lines(path: Path) -> tuple[list[str], set[int]]:
 
 
 def lines_of(data: bytes) -> tuple[list[str], set[int]]:
-    """The same of bytes; the mark that some editors put before a text is no part of it."""
+    """The same of bytes; the mark that some editors put before a text is not part of it."""
     raw = data.removeprefix(codecs.BOM_UTF8).split(b"\n")
     if not raw[-1]:
         raw.pop()

@@ -145,7 +145,7 @@ def _generator(seed: int, *purpose: int) -> torch.Generator:
 
 
 class ImageFeed:
-    """Batches of a task on a device: gathered, cropped, mirrored and normalised there.
+    """Batches of a task on a device: gathered, cropped, mirrored and normalized there.
 
     Every epoch draws its order, crops and flips on the CPU from (seed, epoch) alone: any batch of
     any epoch can be made again, on any device. An epoch leaves out what does not fill a last

@@ -111,7 +111,7 @@ class TextFeed:
 
     @property
     def filled(self) -> float:
-        """The part of all positions that is no padding."""
+        """The part of all positions that is not padding."""
         held = sum(len(side.numbers) for side in self.task.train)
         shapes = [self.shapes[number] for number in self._batches]
         return held / (2 * sum(shape.rows * shape.length for shape in shapes))

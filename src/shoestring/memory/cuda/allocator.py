@@ -71,7 +71,7 @@ class Allocator(Protocol):
 
 
 class CachingAllocator:
-    """Best fit over cached blocks, splitting what is too large and merging free neighbours."""
+    """Best fit over cached blocks, splitting what is too large and merging free neighbors."""
 
     def __init__(self) -> None:
         self.allocated_bytes = 0

@@ -1,6 +1,6 @@
 """Workspaces of cuDNN's convolutions and recurrent layers, calibrated on one device.
 
-cuDNN chooses its kernels by heuristics that are no formula. What a workspace holds is mostly a
+cuDNN chooses its kernels by heuristics, not by a formula. What a workspace holds is mostly a
 copy of the operands in another layout, so its size is explained by the bytes of input, weight and
 output; whether there is one at all is not. The device's table (`devices/`) holds the measured
 workspaces of about a thousand convolutions, most of them in both layouts, with the device and the
@@ -58,7 +58,7 @@ class ConvolutionShape:
 
     @property
     def family(self) -> tuple[object, ...]:
-        """What kernels are specialised for: only members of one family resemble each other."""
+        """What kernels are specialized for: only members of one family resemble each other."""
         return (*self.clan, self.weight[2:], self.stride)
 
     @property
@@ -155,7 +155,7 @@ class ConvolutionTable:
     def _guess(self, shape: ConvolutionShape, kind: str, itemsize: int) -> int:
         """From the same convolution at the nearest batch size, where one was measured.
 
-        Otherwise the middle one of the five nearest shapes' guesses: odd neighbours are outvoted.
+        Otherwise the middle one of the five nearest shapes' guesses: odd neighbors are outvoted.
         """
         batches = self._batches.get(replace(shape, input=(0, *shape.input[1:])))
         if batches:

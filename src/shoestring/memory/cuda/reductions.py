@@ -29,7 +29,7 @@ def _ceil(a: int, b: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _JoinedShape:
-    """A reduction after neighbouring dimensions of one kind were joined."""
+    """A reduction after neighboring dimensions of one kind were joined."""
 
     inputs: int
     """Elements summed for one result."""

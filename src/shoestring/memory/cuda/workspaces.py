@@ -103,7 +103,7 @@ def _loss(copies: int) -> Rule:
     return rule
 
 
-# -- normalisation ---------------------------------------------------------------------------------
+# -- normalization ---------------------------------------------------------------------------------
 
 
 def _layer_norm(view: Operands, _: ConvolutionTable) -> Iterator[Temporary]:

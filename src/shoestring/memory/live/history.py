@@ -48,7 +48,7 @@ class _HeapSegment:
         return nbytes
 
     def give(self, address: int) -> None:
-        """Free a block and join it with its free neighbours."""
+        """Free a block and join it with its free neighbors."""
         nbytes = self.blocks.pop(address)[0]
         after = address + nbytes
         if self.blocks.get(after, (0, False))[1]:

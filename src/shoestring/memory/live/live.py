@@ -180,7 +180,7 @@ _BY_PHASE = {
     Phase.BACKWARD: "in backward",
     Phase.OPTIMIZER: "in the update",
 }
-_NAMED = frozenset({"weights", "normalisation parameters", "optimizer state"})
+_NAMED = frozenset({"weights", "normalization parameters", "optimizer state"})
 
 
 def _line(frames: list[Any]) -> str:

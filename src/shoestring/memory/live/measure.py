@@ -56,6 +56,19 @@ def measure(
     random streams are as before. On the CPU the peak is of storages; what a kernel takes and
     returns while it runs is not in it, which for oneDNN's convolutions can be much (their arguments
     again, in its own layouts).
+
+    Args:
+        model: Runs, and is put back as it was.
+        batch: What one step is given.
+        loss: `(model, batch) -> scalar`.
+        optimizer: Yours, a name such as "adamw", or None for a step without update.
+        warmup_steps: Steps before the one that is measured.
+
+    Returns:
+        The peak, and what was live at it by role.
+
+    Examples:
+        >>> ss.measure(model, batch, loss=loss, optimizer=optimizer).peak_bytes
     """
     device = _device_of(model, batch)
     updates: Optimizer | None

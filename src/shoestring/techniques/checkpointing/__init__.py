@@ -204,7 +204,7 @@ class Checkpointing(Technique):
             setup.run, touched = without_cheap_outputs(setup.model, setup.run)
             if not touched:
                 warnings.warn(
-                    "no-bn: the model has no normalisation or activation module",
+                    "no-bn: the model has no normalization or activation module",
                     NoEffectWarning,
                     stacklevel=2,
                 )

@@ -15,7 +15,7 @@ CHEAP: frozenset[Any] = frozenset(
         torch.Tensor.sigmoid, torch.Tensor.tanh,
     }
 )  # fmt: skip
-"""Normalisations and activation functions: what `no-bn` recomputes."""
+"""Normalizations and activation functions: what `no-bn` recomputes."""
 
 
 def _named(*names: str) -> frozenset[Any]:
@@ -32,7 +32,7 @@ ELEMENTWISE = PRODUCTS | _named(
     "float", "half", "bfloat16", "__add__", "__radd__", "__sub__", "__rsub__", "__neg__", "__pow__",
     "__rtruediv__",
 )  # fmt: skip
-"""What activations and normalisations are written with by hand."""
+"""What activations and normalizations are written with by hand."""
 
 SAVES_OUTPUT = frozenset({F.relu, F.sigmoid, F.tanh}) | _named(
     "relu", "sigmoid", "tanh", "exp", "sqrt", "rsqrt", "reciprocal"

@@ -6,7 +6,7 @@
 
 A recomputed block must find its modules as they were before its first pass, and leave them as they
 are now. References to what was assigned over are kept; only buffers that are written in place are
-copied. Running statistics of normalizations are no matter of this file (`regions`).
+copied. Running statistics of normalizations are handled elsewhere (`regions`).
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ def _resolved(argument: Any) -> Any:
 class Recipes:
     """A context in which the outputs of chosen functions are saved as recipes.
 
-    These are normalisations, activations and what they are written with; `wide` adds products much
+    These are normalizations, activations and what they are written with; `wide` adds products much
     larger than what they read. With `every` they are all functions, in parts of so many, and what
     passes from one part to the next is kept.
     """

@@ -138,7 +138,7 @@ class _keeping(TorchFunctionMode):
 
 
 class frozen_statistics(TorchFunctionMode):
-    """Normalisations run as in the first pass and write their running statistics to nowhere.
+    """Normalizations run as in the first pass and write their running statistics to nowhere.
 
     In training they are written, not read, so a tensor of their shape stands in for them. Marked
     functions return what they returned in the first pass.
@@ -163,7 +163,7 @@ class frozen_statistics(TorchFunctionMode):
 
 
 _COUNTERS = WeakTensorKeyDictionary()
-"""Of batches, in normalisations that were asked for; to ask each time takes long."""
+"""Of batches, in normalizations that were asked for; to ask each time takes long."""
 
 
 def _is_counter(tensor: torch.Tensor, model: nn.Module) -> bool:
@@ -181,7 +181,7 @@ def _is_counter(tensor: torch.Tensor, model: nn.Module) -> bool:
 def without_statistics(
     func: Any, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments with which a normalisation leaves its running statistics alone."""
+    """Arguments with which a normalization leaves its running statistics alone."""
     name, default = _FROM_THE_BATCH.get(func, ("", False))
     if not kwargs.get(name, args[5] if name and len(args) > 5 else default):
         return tuple(args), kwargs

@@ -111,7 +111,7 @@ class Schedule:
 
     @property
     def extra_cost(self) -> float:
-        """What making again costs."""
+        """What recomputing costs."""
         return self.cost - self.plain_cost
 
 

@@ -42,7 +42,7 @@ _CHEAP_MODULES = (
 
 
 def without_cheap_outputs(model: nn.Module, run: Run) -> tuple[Run, bool]:
-    """The run with normalisations and activations deferred; whether there is any such module."""
+    """The run with normalizations and activations deferred; whether there is any such module."""
 
     def deferred(batch: Any) -> torch.Tensor:
         with Recipes():

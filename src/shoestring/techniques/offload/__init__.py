@@ -75,7 +75,8 @@ class Offload(Technique):
             return
         largest = max((p.numel for p in context.trace.parameters if p.has_gradient), default=0)
         if largest >= cls.smallest and _has_state(context.optimizer):
-            yield Offer(cls(), "the optimizer's state lies on the host")
+            on_disk = context.device == "cpu"
+            yield Offer(cls(), "the optimizer's state lies on the host", last=on_disk)
 
     def estimate_update(self, updates: Updates) -> Update | None:
         """The same update; what is on the host passes through a few buffers."""

@@ -43,7 +43,7 @@ class OptimizerState(Technique):
     name: ClassVar[str] = "optimizer_state"
     order: ClassVar[int] = 22
     flags: ClassVar[tuple[Flag, ...]] = (
-        Flag("state_bits", "bits", int, "Of the optimizer's moments: 8 or 4.", label="state bits"),
+        Flag("state_bits", "bits", int, "Bits of each moment: 8 or 4.", label="state bits"),
     )
     updates_apart: ClassVar[bool] = True
     updates_on_device: ClassVar[bool] = True

@@ -89,7 +89,7 @@ class CodedMoments(Meaning):
         self._optimizer, self._codes = optimizer, codes
 
     def state(self, parameter: torch.Tensor, key: str, held: torch.Tensor) -> torch.Tensor | None:
-        """Decoded; scales are no state of plain training."""
+        """Decoded; scales are not state of plain training."""
         state = self._optimizer.state[parameter]
         if key.removesuffix(SCALE) in SIGNED and key.endswith(SCALE):
             return None

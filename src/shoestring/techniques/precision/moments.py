@@ -94,7 +94,7 @@ class ScaledMoments(Meaning):
         self._optimizer = optimizer
 
     def state(self, parameter: torch.Tensor, key: str, held: torch.Tensor) -> torch.Tensor | None:
-        """In FP32; the exponents are no state of plain training."""
+        """In FP32; the exponents are not state of plain training."""
         state = self._optimizer.state[parameter]
         if key.endswith(SUFFIX):
             return None

@@ -353,7 +353,7 @@ def _copy(value: Any) -> Any:
 
 
 def _keep(state: dict[str, Any], key: str, value: Any, skip: torch.Tensor | None) -> None:
-    """A counter after the update, or as it was; one that is no tensor counts skipped steps too.
+    """A counter after the update, or as it was; one that is not a tensor counts skipped steps too.
 
     In place, since a captured graph reads it where it was.
     """

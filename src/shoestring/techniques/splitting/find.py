@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -222,7 +223,8 @@ class _Trial:
         if gradients and not self._gradients_agree(values.cuts[-1][0], units):
             why = "its parts' losses add up, but their gradients do not"
             return SplitFound(EXAMPLES, False, why)
-        mean = "the loss is a sum" if units == SUM else f"the loss is a mean over {units}"
+        named = re.sub(r"^(\d+)", r"batch[\1]", units)  # of a tuple, by its place
+        mean = "the loss is a sum" if units == SUM else f"the loss is a mean over {named}"
         return SplitFound(units, True, f"{mean}: tested on {self._examples} examples")
 
     def _confirmed(

@@ -96,7 +96,8 @@ function timeline() {
     if (!profile) return;
     const count = profile.labels.length;
     at = [...(profile.kept ?? profile.labels.keys()), profile.instants]; // of a long step not every instant is kept
-    frame = plot(box, { x: [0, profile.instants], y: [0, profile.peak_bytes * 1.08 / 1e6], whole: true, xLabel: "instant of the step", yLabel: "live memory (MB)",
+    const behind = data.behind, most = Math.max(profile.peak_bytes, behind?.peak_bytes ?? 0);
+    frame = plot(box, { x: [0, profile.instants], y: [0, most * 1.08 / 1e6], whole: true, xLabel: "instant of the step", yLabel: "live memory (MB)",
       label: "live bytes by category at every instant of a training step" });
     const below = new Array(count).fill(0);
     for (const role of roles()) {
@@ -110,9 +111,17 @@ function timeline() {
       });
       shape("path", { d: `${up}${down}Z`, style: `fill:var(--${role})`, "data-role": role }, frame.svg);
     }
+    if (behind) { // the plain step as a line, from its own start to its own end
+      const ends = [...(behind.kept ?? behind.labels.keys()), behind.instants].map((i) => frame.atX(i / behind.instants * profile.instants).toFixed(1));
+      const sums = behind.labels.map((_, i) => Object.values(behind.bytes).reduce((sum, bytes) => sum + bytes[i], 0));
+      const d = sums.map((bytes, i) => `${i ? "L" : "M"}${ends[i]} ${frame.atY(bytes / 1e6).toFixed(1)}L${ends[i + 1]} ${frame.atY(bytes / 1e6).toFixed(1)}`).join("");
+      shape("path", { class: "behind", d, id: "plain" }, frame.svg);
+      const place = sums.indexOf(Math.max(...sums)), x = Number(ends[place]), right = x > frame.width / 2;
+      shape("text", { x: x + (right ? -6 : 6), y: frame.top + 11, "text-anchor": right ? "end" : "start", id: "plain-label" }, frame.svg, `plain ${size(behind.peak_bytes)}`);
+    }
     const peakX = frame.atX(at[profile.peak] + 0.5), late = peakX > frame.width / 2;
     shape("line", { class: "peak", x1: peakX, x2: peakX, y1: frame.top, y2: frame.height - frame.bottom }, frame.svg);
-    shape("text", { x: peakX + (late ? -6 : 6), y: frame.top + 11, "text-anchor": late ? "end" : "start", id: "peak-label" }, frame.svg,
+    shape("text", { x: peakX + (late ? -6 : 6), y: frame.top + (behind ? 28 : 11), "text-anchor": late ? "end" : "start", id: "peak-label" }, frame.svg,
       `peak ${size(profile.peak_bytes)}`);
     cursor = shape("line", { class: "cursor", y1: frame.top, y2: frame.height - frame.bottom }, frame.svg);
     for (const kind of ["pointermove", "pointerdown"]) frame.svg.addEventListener(kind, (event) => {
@@ -241,7 +250,7 @@ function agreement() {
 const setting = byId("setting");
 if (setting) data.rows.forEach((row, i) => element("option", { value: i }, setting, rowName(row)));
 const ofSetting = [timeline(), curves()].filter(Boolean);
-const drawn = [pareto(), agreement(), ...ofSetting].filter(Boolean);
+const drawn = [pareto(), agreement(), typeof modules === "function" && modules(), ...ofSetting].filter(Boolean);
 
 function mark() {
   for (const node of document.querySelectorAll("#pareto .point")) node.classList.toggle("chosen", Number(node.dataset.row) === chosen);

@@ -1,0 +1,52 @@
+"""Pages and help are in plain American English (as PyTorch's own), with the glossary's words."""
+
+import re
+from pathlib import Path
+
+import pytest
+import typer
+
+from shoestring.cli.main import app
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+BRITISH = re.compile(
+    r"\w*(?:normalis|optimis|synchronis|tokenis|initialis|neighbour|colour|behaviour|labelled)\w*"
+)
+OURS = re.compile(
+    r"made again|makes? .{0,20} again\b|stand-in|\btwins?\b|\b(?:is|are) no (?!more|less)"
+)
+"""Recompute, placeholder or copy, "is not a": docs/glossary.md."""
+
+
+def texts() -> dict[str, str]:
+    group = typer.main.get_command(app)
+    helps = [str(verb.help) for verb in group.commands.values()]
+    helps += [str(p.help) for verb in group.commands.values() for p in verb.params]
+    pages = {p.relative_to(ROOT).as_posix(): p.read_text(encoding="utf-8") for p in PAGES}
+    prose = {
+        name: re.sub(r"```.*?```|`[^`]*`", "", text, flags=re.S) for name, text in pages.items()
+    }
+    return {**prose, "shoestring --help": "\n".join(helps)}
+
+
+@pytest.mark.parametrize("name", texts())
+def test_spelling(name):
+    assert not BRITISH.findall(texts()[name])
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/index.md", "docs/planning.md",
+                                  "docs/will-it-fit.md", "docs/fine-tune.md", "docs/glossary.md",
+                                  "shoestring --help"])  # fmt: skip
+def test_words_of_the_field(name):
+    found = [m[0] for m in OURS.finditer(texts()[name]) if not m[0].startswith("there ")]
+    assert not found
+
+
+def test_the_glossary_is_sorted_and_has_the_words_of_plans():
+    rows = re.findall(r"^\| ([^|]+) \| [^|]+\|$", (ROOT / "docs/glossary.md").read_text(), re.M)
+    words = [row for row in rows if row not in ("word",) and not row.startswith("-")]
+    assert words == sorted(words, key=str.lower)
+    for word in ("budget", "cheap", "claim", "fake tensor", "keep", "lean", "microbatch", "peak",
+                 "recompute", "reserved", "region", "trace"):  # fmt: skip
+        assert word in words
