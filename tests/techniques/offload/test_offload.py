@@ -405,6 +405,13 @@ def test_folders(tmp_path: Path) -> None:
             ss.apply([ss.Offload(folder="/dev/shm")], m := network(), _adamw(m), loss=loss)
 
 
+def test_no_disk_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where temporary files lie in memory, and nothing else was given."""
+    monkeypatch.setattr(technique, "in_memory", lambda folder: True)
+    with pytest.raises(InputError, match="lies in memory: nothing would be saved"):
+        ss.apply([OFFLOAD], m := network(), _adamw(m), loss=loss)
+
+
 def _adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters())
 

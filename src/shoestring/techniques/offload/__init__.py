@@ -135,10 +135,10 @@ class Offload(Technique):
         if any(is_fake(p) for p in parameters):
             return
         folder = None if any(p.is_cuda for p in parameters) else folder_for(self.folder)
-        if folder is not None and self.folder is not None and in_memory(folder):
+        if folder is not None and in_memory(folder):
             raise InputError(
                 f"the folder {folder} lies in memory: nothing would be saved",
-                hint="give one on a disk",
+                hint="give one on a disk: Offload(folder=…)",
             )
         check_room(self._needed(setup, plain=False), folder)
 
