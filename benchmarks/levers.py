@@ -1,4 +1,4 @@
-"""Memory and time of levers beside recomputation: chunked loss, 8-bit state, released gradients.
+"""Memory and time of levers beside recomputation: the loss, state, gradients, the host, bits.
 
     python benchmarks/levers.py                          # on one GPU, all rows
     python benchmarks/levers.py --only 1b --only update  # rows whose name contains one of these
@@ -46,6 +46,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 GC = "gc"
+CLIPPED = "all but bits, clipped"
 ALL = (ss.Checkpointing("residual-1"), ss.ChunkedLoss(), ss.GradientRelease())
 PLANS: dict[str, tuple[ss.Technique, ...]] = {
     GC: (),
@@ -56,6 +57,14 @@ PLANS: dict[str, tuple[ss.Technique, ...]] = {
     "+ released": (ss.Checkpointing("residual-1"), ss.GradientRelease()),
     "all": (*ALL, ss.OptimizerState(8)),
     "all, 4-bit": (*ALL, ss.OptimizerState(4)),
+    "+ on the host": (ss.Checkpointing("residual-1"), ss.Offload()),
+    "+ on the host, released": (ss.Checkpointing("residual-1"), ss.Offload(), ss.GradientRelease()),
+    "all, on the host": (*ALL, ss.OptimizerState(8), ss.Offload()),
+    "all, 4-bit, on the host": (*ALL, ss.OptimizerState(4), ss.Offload()),
+    "8-bit activations": (ss.ActivationBits(8),),
+    "4-bit activations": (ss.ActivationBits(4),),
+    "+ 4-bit activations": (ss.Checkpointing("residual-1"), ss.ActivationBits(4)),
+    CLIPPED: ALL,
 }
 
 
@@ -140,7 +149,8 @@ def step_row(shape: str, plan: str, device: str, eager: bool) -> dict[str, Any]:
 
         about: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "device": device}
         predicted = predict_step(chosen, model, batch, **about).peak_bytes / 1e9
-        step = ss.apply(chosen, model, optimizer, loss=loss)
+        clip = 1.0 if plan == CLIPPED else None
+        step = ss.apply(chosen, model, optimizer, loss=loss, clip=clip)
         step.use_graph(not eager)
 
         def run() -> float | torch.Tensor:

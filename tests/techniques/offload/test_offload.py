@@ -223,6 +223,37 @@ def test_copies_and_pickles_are_plain() -> None:
         assert not any(is_elsewhere(s["exp_avg"]) for s in copied.values())
 
 
+# -- on a GPU ----------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("released", [False, True])
+def test_on_a_gpu_state_is_streamed_to_the_bit(released: bool) -> None:
+    """Chunks of one and of several tensors; read right after a step, before anything waited."""
+    others = [ss.GradientRelease()] * released
+
+    def run(*plan: ss.Technique) -> tuple[ss.Step, int]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(12))).cuda()
+        own = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        step = ss.apply([ss.FusedUpdate(), *others, *plan], model, own, loss=loss)
+        step.use_graph(False)
+        x = torch.randn(64, 2048, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
+        for _ in range(4):
+            step(x)
+        return step, step.measure(x).peak_bytes
+
+    (plain, resident_bytes), (there, peak_bytes) = run(), run(ss.Offload())
+    for a, b in zip(plain.model.parameters(), there.model.parameters(), strict=True):
+        held = there.optimizer.state[b]
+        assert torch.equal(a, b)
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert held[key].is_pinned() == (b.numel() >= 4096)
+            assert torch.equal(plain.optimizer.state[a][key].cpu(), held[key].cpu())
+    assert peak_bytes < resident_bytes - 0.4 * 12 * 8 * 2048**2
+    assert "streamed from the host" in str(there.why_not_captured)
+
+
 # -- limits ------------------------------------------------------------------------------------
 
 
