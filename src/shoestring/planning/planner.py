@@ -346,7 +346,7 @@ class Planner:
         at = self.context.circumstances
         every = [offer for ladder in self._offers for offer in ladder]
         for allowed in self.allowed.wider(every, at):
-            lossiest = self._settings(allowed)[-1]
+            lossiest = max(self._settings(allowed)[::-1], key=lambda s: s.rank(at)[::2])
             lossy = lossiest.but(o for o in lossiest.offers if o.level(at) is not Level.NEAR)
             lower = self._tightest(lossiest, lossy)
             if lower is not None and lower < known:

@@ -76,7 +76,8 @@ class Offload(Technique):
         largest = max((p.numel for p in context.trace.parameters if p.has_gradient), default=0)
         if largest >= cls.smallest and _has_state(context.optimizer):
             on_disk = context.device == "cpu"
-            yield Offer(cls(), "the optimizer's state lies on the host", last=on_disk)
+            place = "in mapped files" if on_disk else "on the host"
+            yield Offer(cls(), f"the optimizer's state lies {place}", last=on_disk)
 
     def estimate_update(self, updates: Updates) -> Update | None:
         """The same update; what is on the host passes through a few buffers."""
