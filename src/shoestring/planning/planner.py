@@ -157,6 +157,7 @@ class Planner:
         costs: Costs | None = None,
         split: SplitFound | None = None,
         budget_of: str = "reserved",
+        by_norm: bool = False,
     ) -> None:
         if budget_of not in ("reserved", "allocated"):
             raise InputError(f"no budget of {budget_of!r}", hint="reserved or allocated")
@@ -206,7 +207,7 @@ class Planner:
                 lambda part: capture(model, part, loss=loss, optimizer=optimizer),
             )
         else:
-            self.estimates = DeviceEstimates(self.context, known)
+            self.estimates = DeviceEstimates(self.context, known, by_norm=by_norm)
         self.margin = Margin(0.0 if fundamental else MARGIN[kind], self._known_bytes())
         self._keep_positions_whole(batch)
 
