@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import shoestring as ss
+from shoestring.integrations.pages import plan_page
 from shoestring.memory.picture import HEIGHT, Curve, draw_curves, thinned
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -54,7 +55,9 @@ def test_a_plan_draws_both_steps_below_its_budget(parts, tmp_path):
     picture = plan.plot(tmp_path / "plan.svg")
     shown = " ".join(e.text or "" for e in ElementTree.fromstring(picture.svg).iter(f"{SVG}text"))
     assert "plain: peak" in shown and "planned: peak" in shown and "budget" in shown
-    assert all(choice.why in unescape(plan._repr_html_()) for choice in plan.choices)
+    for page in (plan._repr_html_(), plan_page("tiny", plan)):
+        assert picture.svg in page
+        assert all(choice.why in unescape(page) for choice in plan.choices)
 
 
 def test_heights_are_in_proportion():

@@ -358,8 +358,9 @@ def test_what_a_hint_names_can_be_had() -> None:
     batch = torch.randn(1000, 64).unsqueeze(0)
     with pytest.raises(BudgetError) as raised:
         Planner(model, batch, allow="lossless", **step).plan(1000)
-    hints = re.findall(r"allow '([a-z,-]+)' \(about ([^)]*)\)", str(raised.value.hint))
-    assert [name for name, _ in hints] == ["near", "sparsity"]
+    hints = re.findall(r"allow '([a-z_,-]+)' \(about ([^)]*)\)", str(raised.value.hint))
+    bits = "activation_bits"
+    assert [name for name, _ in hints] == ["near", bits, f"{bits},sparsity"]
     for allow, size in hints:
         Planner(model, batch, allow=allow, **step).plan(parse_size(size))
 

@@ -1,4 +1,4 @@
-"""A table as one HTML page that loads nothing."""
+"""Tables and a picture as one HTML page that loads nothing."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ table { border-collapse: collapse; width: 100%; }
 th, td { padding: .35rem .7rem; text-align: left; border-bottom: 1px solid #8884; }
 td { font-variant-numeric: tabular-nums; }
 tr.no td { opacity: .6; }
+.scroll { overflow-x: auto; }
+h1 { line-height: 1.2; overflow-wrap: anywhere; }
 """
 
 
@@ -26,19 +28,25 @@ def table_page(
     cells: Sequence[Sequence[str]],
     note: str,
     *more: tuple[str, Sequence[Sequence[str]]],
+    picture: str = "",
 ) -> str:
-    """A page with a heading, a table and a note below; then more tables under headings."""
-    below = "".join(f"<h2>{escape(head)}</h2>{table(rows)}" for head, rows in more)
+    """A page with a heading, a picture, a table and a note; then more tables under headings."""
+    below = "".join(f"<h2>{escape(head)}</h2>{_wide(rows)}" for head, rows in more)
     return (
         '<!doctype html><html lang="en"><meta charset="utf-8">'
         f'<meta name="viewport" content="width=device-width"><title>{escape(title)}</title>'
         f"<style>{_STYLE}</style><h1>{escape(title)}</h1><p>{escape(what)}</p>"
-        f"{table(cells)}<p>{escape(note)}</p>{below}</html>\n"
+        f"{picture}{_wide(cells)}<p>{escape(note)}</p>{below}</html>\n"
     )
 
 
+def _wide(cells: Sequence[Sequence[str]]) -> str:
+    """A table that scrolls in its own box on a phone, by keys as well."""
+    return f'<div class="scroll" tabindex="0">{table(cells)}</div>'
+
+
 def plan_page(model: str, plan: BudgetPlan) -> str:
-    """A plan, why each part is there, and what other budgets would cost and buy."""
+    """A plan as a picture, why each part is there, and what other budgets cost and buy."""
     choices = [(c.part, c.setting, c.kind, c.why) for c in plan.choices]
     nothing = [("", "", "", "a plain step fits")]
     prices = [("budget", "step", "change", "plan"), *price_rows(plan)]
@@ -48,4 +56,5 @@ def plan_page(model: str, plan: BudgetPlan) -> str:
         [("technique", "setting", "kind", "why"), *(choices or nothing)],
         plan.summary,
         *([("With more or less memory", prices)] if plan.prices else []),
+        picture=plan.plot().svg,
     )

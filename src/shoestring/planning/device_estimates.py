@@ -37,8 +37,8 @@ _PLAIN = Plan()
 class DeviceEstimates:
     """Candidates for one training step on one kind of device."""
 
-    def __init__(self, context: Context, costs: Costs) -> None:
-        self.context, self._costs = context, costs
+    def __init__(self, context: Context, costs: Costs, *, by_norm: bool = False) -> None:
+        self.context, self._costs, self._by_norm = context, costs, by_norm
         self._updates: dict[tuple[Technique, ...], Update] = {}
         self._known_passes: dict[tuple[Technique, ...], _Passes] = {(): _Passes(context)}
         self._traced: dict[tuple[Technique, ...], Trace] = {}
@@ -168,11 +168,14 @@ class DeviceEstimates:
         passes = work.times(1, by.width, by.parts) + Work(0, again, 0)
         step = self._costs.step_seconds(passes, by.number_type, captured=captured)
         update = self._costs.step_seconds(now.work, captured=captured)
+        inside = any(t.updates_in_backward for t in setting.techniques)
+        if self._by_norm and inside and by.parts == 1:  # once for the norm to clip by
+            step *= 2
         link = now.link_bytes / self._costs.link_bytes_per_second
         if self.context.device == "cpu":  # a disk is read and written by who computes
             return step, update, link, 0.0
-        inside = any(t.updates_in_backward for t in setting.techniques)
-        under = update + (step * 2 / 3 / by.parts if inside else 0)
+        once = step / 2 if self._by_norm and inside and by.parts == 1 else step
+        under = update + (once * 2 / 3 / by.parts if inside else 0)
         return step, update, link, min(link, under)
 
     def _capturable(self, setting: Setting) -> bool:

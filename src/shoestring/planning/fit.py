@@ -77,6 +77,7 @@ def fit(
     step = fitted(
         model, batch, loss=loss, optimizer=optimizer, budget_bytes=budget_bytes, allow=allow,
         budget_of=budget_of, made=lambda plan: apply(plan, model, optimizer, loss=loss, clip=clip),
+        by_norm=getattr(Clip.of(clip), "norm", None) is not None,
     )  # fmt: skip
     if enforce:
         _enforce(device, budget_bytes)
@@ -95,11 +96,12 @@ def fitted(
     budget_of: str = "reserved",
     held_bytes: int = 0,
     among: Callable[[Setting], bool] = lambda setting: True,
+    by_norm: bool = False,
 ) -> Step:
     """Plan, have the step `made` from the plan, and watch it; see `fit`.
 
     `held_bytes` of the budget are somebody else's while the step runs; `among` are the settings
-    that may be taken.
+    that may be taken; gradients are clipped `by_norm`.
     """
     check_trainable(model)
     check_optimizer(optimizer)
@@ -111,7 +113,7 @@ def fitted(
     def planner_for(batch: Any) -> Planner:
         given: dict[str, Any] = {
             "loss": loss, "allow": allow, "device": device.type, "split": split,
-            "budget_of": budget_of,
+            "budget_of": budget_of, "by_norm": by_norm,
         }  # fmt: skip
         updates = make_optimizer(optimizer, twin, mapping)
         try:

@@ -171,6 +171,7 @@ class Planner:
         costs: Costs | None = None,
         split: SplitFound | None = None,
         budget_of: str = "reserved",
+        by_norm: bool = False,
     ) -> None:
         if budget_of not in ("reserved", "allocated"):
             raise InputError(f"no budget of {budget_of!r}", hint="reserved or allocated")
@@ -220,7 +221,7 @@ class Planner:
                 lambda part: capture(model, part, loss=loss, optimizer=optimizer),
             )
         else:
-            self.estimates = DeviceEstimates(self.context, known)
+            self.estimates = DeviceEstimates(self.context, known, by_norm=by_norm)
         self.margin = Margin(0.0 if fundamental else MARGIN[kind], self._known_bytes())
         self._keep_positions_whole(batch)
 
@@ -359,7 +360,7 @@ class Planner:
         at = self.context.circumstances
         every = [offer for ladder in self._offers for offer in ladder]
         for allowed in self.allowed.wider(every, at):
-            lossiest = self._settings(allowed)[-1]
+            lossiest = max(self._settings(allowed)[::-1], key=lambda s: s.rank(at)[::2])
             lossy = lossiest.but(o for o in lossiest.offers if o.level(at) is not Level.NEAR)
             lower = self._tightest(lossiest, lossy)
             if lower is not None and lower < known:

@@ -124,7 +124,9 @@ def gradients(
 
 
 @pytest.mark.parametrize(
-    "function", [F.relu, torch.relu, F.leaky_relu, lambda x: x.clone().relu_()], ids=str
+    "function",
+    [F.relu, torch.relu, F.leaky_relu, lambda x: x.clone().relu_()],
+    ids=["relu", "torch-relu", "leaky-relu", "in-place"],
 )
 def test_signs_are_exact(function: Any) -> None:
     x = torch.randn(40, 40)

@@ -11,6 +11,7 @@ from torch import nn
 
 import shoestring as ss
 from shoestring.errors import InputError
+from shoestring.planning.planner import Planner
 from shoestring.step.predict import predict_step
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -167,6 +168,25 @@ def test_a_pass_that_fails_for_the_norm_changes_nothing() -> None:
     torch.set_rng_state(stream)
     assert all(torch.equal(t, before[name]) for name, t in step.model.state_dict().items())
     step(data())  # and it goes on
+
+
+def test_a_fit_with_clipping_knows_that_the_passes_run_twice() -> None:
+    """On a model for which released gradients are the fastest way to less memory."""
+    model = nn.Sequential(*(nn.Linear(48, 48) for _ in range(12)))
+    given: dict[str, Any] = {"loss": loss, "optimizer": OPTIMIZERS["sgd"](model.parameters())}
+    plain = ss.plan(model, data(), budget="1 GB", **given)
+    budget = int(0.9 * plain.predicted.peak_bytes)
+    seconds = {}
+    for by_norm in (False, True):
+        planner = Planner(model, data(), allow="lossless", by_norm=by_norm, **given)
+        one = next(s for s in planner._settings(planner.allowed) if s.techniques == (RELEASE,))
+        found = planner.estimates.best(one, budget)
+        assert found is not None
+        seconds[by_norm] = found.seconds
+    assert 1.2 * seconds[False] < seconds[True] < 2 * seconds[False]
+    step = ss.fit(model, data(), budget=budget, clip=0.1, allow="lossless", **given)
+    step(data())
+    assert step.grad_norm is not None
 
 
 # -- folded ------------------------------------------------------------------------------------

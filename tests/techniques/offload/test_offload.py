@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import pickle
 import subprocess
@@ -223,6 +224,39 @@ def test_copies_and_pickles_are_plain() -> None:
         assert not any(is_elsewhere(s["exp_avg"]) for s in copied.values())
 
 
+def test_buffers_hold_any_tensor_and_most_of_them() -> None:
+    """As of a model with a large embedding: its state must not be there twice."""
+    mib = 2**20
+    sizes = technique.update.buffer_sizes
+    assert sizes([]) == () == sizes([0, 0])
+    assert sizes([mib, 2 * mib]) == (3 * mib, 3 * mib)
+    assert sizes([1000 * mib, 1000 * mib, *[120 * mib] * 90, *[4 * mib] * 90]) == (
+        1000 * mib, 120 * mib
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("released", [False, True])
+def test_tensors_of_very_different_sizes_are_streamed(
+    released: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small ones ahead of a large one, a large one after a large one."""
+    monkeypatch.setattr(technique, "on_cuda", lambda tensor: True)
+    monkeypatch.setattr(technique.update, "_CHUNK_BYTES", 2000)
+    others = [ss.GradientRelease()] * released
+
+    def run(*plan: ss.Technique) -> ss.Step:
+        torch.manual_seed(0)
+        widths = [48, 16, 8, 200, 200, 8, 48]
+        model = nn.Sequential(*(nn.Linear(a, b) for a, b in itertools.pairwise(widths)))
+        own = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        step = ss.apply([*others, *plan], model, own, loss=loss)
+        for number in range(4):
+            step(data(number))
+        return step
+
+    assert equal(run(), run(OFFLOAD))
+
+
 # -- on a GPU ----------------------------------------------------------------------------------
 
 
@@ -369,6 +403,13 @@ def test_folders(tmp_path: Path) -> None:
     if os.path.isdir("/dev/shm") and in_memory("/dev/shm"):
         with pytest.raises(InputError, match="lies in memory"):
             ss.apply([ss.Offload(folder="/dev/shm")], m := network(), _adamw(m), loss=loss)
+
+
+def test_no_disk_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where temporary files lie in memory, and nothing else was given."""
+    monkeypatch.setattr(technique, "in_memory", lambda folder: True)
+    with pytest.raises(InputError, match="lies in memory: nothing would be saved"):
+        ss.apply([OFFLOAD], m := network(), _adamw(m), loss=loss)
 
 
 def _adamw(model: nn.Module) -> torch.optim.Optimizer:

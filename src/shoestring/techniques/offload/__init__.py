@@ -19,7 +19,7 @@ from ..optimizers import ELEMENTWISE
 from ..registry import register
 from .host import check_room, folder_for, in_memory
 from .state import OffloadedState, keep_on_host
-from .update import MappedUpdate, StreamedUpdate, buffer_bytes
+from .update import MappedUpdate, StreamedUpdate, buffer_sizes
 
 __all__ = ["Offload"]
 
@@ -76,7 +76,8 @@ class Offload(Technique):
         largest = max((p.numel for p in context.trace.parameters if p.has_gradient), default=0)
         if largest >= cls.smallest and _has_state(context.optimizer):
             on_disk = context.device == "cpu"
-            yield Offer(cls(), "the optimizer's state lies on the host", last=on_disk)
+            place = "in mapped files" if on_disk else "on the host"
+            yield Offer(cls(), f"the optimizer's state lies {place}", last=on_disk)
 
     def estimate_update(self, updates: Updates) -> Update | None:
         """The same update; what is on the host passes through a few buffers."""
@@ -90,9 +91,9 @@ class Offload(Technique):
         on_host = int(each * sum(moved))
         passing = whole.passing_bytes
         if updates.context.device == "cuda":
-            largest = int(each * max(moved, default=0))
-            share = max(largest, 2**26) / max(whole.state_bytes, 1)
-            passing = int(passing * min(share, 1)) + buffer_bytes(largest, on_host)
+            buffers = buffer_sizes([int(each * nbytes) for nbytes in moved])
+            share = max(buffers, default=0) / max(whole.state_bytes, 1)
+            passing = int(passing * min(share, 1)) + sum(buffers)
         return replace(
             whole,
             state_bytes=whole.state_bytes - on_host,
@@ -135,10 +136,10 @@ class Offload(Technique):
         if any(is_fake(p) for p in parameters):
             return
         folder = None if any(p.is_cuda for p in parameters) else folder_for(self.folder)
-        if folder is not None and self.folder is not None and in_memory(folder):
+        if folder is not None and in_memory(folder):
             raise InputError(
                 f"the folder {folder} lies in memory: nothing would be saved",
-                hint="give one on a disk",
+                hint="give one on a disk: Offload(folder=…)",
             )
         check_room(self._needed(setup, plain=False), folder)
 

@@ -13,7 +13,7 @@ Where each update is called for by the backward pass, the next chunk is that of 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,7 +28,8 @@ from .state import OffloadedState
 
 _CHUNK_BYTES = 2**26
 """Of state that moves together; a single tensor may be more."""
-_BUFFERS = 2
+_MOST = 0.75
+"""Of all tensors, those whose state fits the smaller buffer."""
 _ALIGN = 512
 
 Chunk = tuple[dict[str, Any], list[torch.Tensor]]
@@ -96,7 +97,7 @@ class StreamedUpdate:
         link.fetch(key, self._hosted(chunk))
         ahead = following or self._after.get(key)
         if ahead is not None and id(ahead[1][0]) != key:
-            link.fetch(id(ahead[1][0]), self._hosted(ahead))
+            link.fetch(id(ahead[1][0]), self._hosted(ahead), beside=key)
         held = link.take(key)
         for parameter in chunk[1]:
             state.entries(parameter).enter(held.get(id(parameter), {}))
@@ -109,11 +110,12 @@ class StreamedUpdate:
     def _linked(self, like: torch.Tensor) -> Link:
         """Buffers for what state there is; larger ones when there is more."""
         if self._link is None or self._counted != len(_state_of(self._optimizer)):
-            self._counted, nbytes = len(_state_of(self._optimizer)), self._largest()
-            if self._link is not None and nbytes > self._link.nbytes:
+            state = _state_of(self._optimizer)
+            self._counted, sizes = len(state), buffer_sizes([self._bytes_of(p) for p in state])
+            if self._link is not None and self._link.sizes != sizes:
                 self._link.finish()
                 self._link = None
-            self._link = self._link or Link(like, nbytes)
+            self._link = self._link or Link(like, sizes)
         return self._link
 
     def _hosted(self, chunk: Chunk) -> dict[int, dict[str, torch.Tensor]]:
@@ -149,19 +151,14 @@ class StreamedUpdate:
         tensors = (v for v in held.values() if isinstance(v, torch.Tensor) and is_elsewhere(v))
         return sum(aligned(v.numel() * v.element_size()) for v in tensors)
 
-    def _largest(self) -> int:
-        """Bytes that a buffer must hold."""
-        each = [self._bytes_of(p) for p in _state_of(self._optimizer)]
-        return _buffer(max(each, default=0), sum(each))
-
 
 class Link:
     """Buffers on the device, and the streams that fill and empty them."""
 
-    def __init__(self, like: torch.Tensor, nbytes: int) -> None:
-        count, self.nbytes = _BUFFERS if nbytes else 0, nbytes
+    def __init__(self, like: torch.Tensor, sizes: tuple[int, ...]) -> None:
+        self.sizes = sizes
         self._buffers = [
-            torch.empty(nbytes, dtype=torch.uint8, device=like.device) for _ in range(count)
+            torch.empty(nbytes, dtype=torch.uint8, device=like.device) for nbytes in sizes
         ]
         self._real = like.is_cuda and not is_fake(like)
         if self._real:
@@ -169,16 +166,27 @@ class Link:
             self._in.wait_stream(torch.cuda.current_stream())
         self._ready: dict[int, tuple[int, Any, Any]] = {}
         """Key of a chunk → its buffer, when it is filled, the tensors in it."""
-        self._emptied: list[Any] = [None] * count
-        self._turn = 0
+        self._emptied: list[Any] = [None] * len(sizes)
 
-    def fetch(self, key: int, hosted: dict[int, dict[str, torch.Tensor]]) -> None:
-        """Begin to copy a chunk to the device, unless that was begun."""
+    def fetch(
+        self, key: int, hosted: dict[int, dict[str, torch.Tensor]], beside: int | None = None
+    ) -> None:
+        """Begin to copy a chunk to the device, unless that was begun.
+
+        `beside` a chunk that is there, it is left for later if the other buffer is too small.
+        """
         if key in self._ready or not any(hosted.values()):
             return
-        which, self._turn = self._turn, (self._turn + 1) % len(self._buffers)
-        for other in [k for k, (index, _, _) in self._ready.items() if index == which]:
-            del self._ready[other]  # guessed wrongly
+        nbytes = sum(
+            aligned(t.numel() * t.element_size()) for held in hosted.values() for t in held.values()
+        )
+        taken = {index: k for k, (index, _, _) in self._ready.items()}
+        fitting = [i for i, size in enumerate(self.sizes) if size >= nbytes]
+        free = [i for i in fitting if i not in taken]
+        if not free and beside is not None:
+            return
+        which = (free or fitting)[-1]  # the smallest; what was guessed wrongly goes
+        self._ready.pop(taken.get(which, -1), None)
         made: dict[int, dict[str, tuple[torch.Tensor, torch.Tensor]]] = {}
         start = 0
         with self._on("in"):
@@ -240,13 +248,14 @@ class Link:
             yield
 
 
-def _buffer(largest: int, together: int) -> int:
-    return min(max(largest, _CHUNK_BYTES), together)
-
-
-def buffer_bytes(largest: int, together: int) -> int:
-    """Of all buffers, where one tensor's state is at most so large, and all so much."""
-    return _BUFFERS * _buffer(largest, together)
+def buffer_sizes(each: Sequence[int]) -> tuple[int, ...]:
+    """Bytes of the buffers for tensors whose state takes so much: one holds any, one most."""
+    moved = sorted(nbytes for nbytes in each if nbytes)
+    if not moved:
+        return ()
+    large = min(max(moved[-1], _CHUNK_BYTES), sum(moved))
+    most = moved[int(_MOST * (len(moved) - 1))]
+    return large, min(max(most, _CHUNK_BYTES), large)
 
 
 def aligned(nbytes: int) -> int:
