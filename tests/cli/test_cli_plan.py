@@ -73,7 +73,7 @@ def test_too_small_a_budget(run: Run) -> None:
     assert (status, out) == (1, "")
     error, hint = err.splitlines()
     assert error.startswith("BudgetError: no plan fits 10.0 KB; the smallest found is ")
-    assert "allow 'bn-microbatch,sparsity' (about " in hint
+    assert "allow 'activation_bits,bn-microbatch,sparsity' (about " in hint
     size = error.partition("smallest found is ")[2].partition(" (")[0]
     assert run(*MODEL, "--budget", size)[0] == 0
 

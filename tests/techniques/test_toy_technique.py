@@ -64,7 +64,10 @@ def test_it_is_profiled_in_both_accountings(toy: Any) -> None:
         assert plain.peak_bytes - narrow.peak_bytes == pytest.approx(saved, rel=0.05), accounting
 
 
-def test_it_is_planned_when_nothing_else_fits_and_keeps_its_word(toy: Any) -> None:
+def test_it_is_planned_when_nothing_else_fits_and_keeps_its_word(
+    toy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ss.Offload, "offers", classmethod(lambda cls, context: ()))  # of state
     model, batch, given = step()
     plain = ss.profile(model, batch, **given, accounting="device").peak_bytes
     with pytest.raises(ss.BudgetError, match="no plan fits") as refused:

@@ -15,6 +15,9 @@ def claims(plan: Plan, at: Circumstances) -> Claims:
     if at.device != "cpu":
         why = f"kernels on {at.device} add in any order"
         made.insert(0, Claim(Level.ROUNDING, why, VALUES))
+    if weakest(made)["parameters"][0] > Level.EQUAL:
+        why = "later steps start from parameters that are not equal"
+        made.append(Claim(Level.ROUNDING, why, ("loss", "buffers")))
     found = weakest(made)
     if not at.linear and found["gradients"][0] > Level.EQUAL:
         why = "the optimizer divides by the gradient: zero ± rounding moves"
