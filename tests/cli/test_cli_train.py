@@ -129,7 +129,7 @@ def test_a_budget_on_cuda_may_be_smaller_than_workspaces_that_training_does_not_
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
     monkeypatch.setenv("CUBLASLT_WORKSPACE_SIZE", "0")
     assert _plan_for_budget(call, digits, "cuda").precision.kind == "fp16"
-    with pytest.raises(BudgetError, match=r"smallest found is 22\.9") as raised:
+    with pytest.raises(BudgetError, match=r"smallest found is 22\.[89]") as raised:
         _plan_for_budget(replace(call, budget="22 MB"), digits, "cuda")
     least = str(raised.value.smallest_bytes)
     assert _plan_for_budget(replace(call, budget=least), digits, "cuda").precision.kind == "fp16"

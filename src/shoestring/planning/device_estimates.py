@@ -42,6 +42,7 @@ class DeviceEstimates:
         self._updates: dict[tuple[Technique, ...], Update] = {}
         self._known_passes: dict[tuple[Technique, ...], _Passes] = {(): _Passes(context)}
         self._traced: dict[tuple[Technique, ...], Trace] = {}
+        self._applied: set[tuple[Technique, ...]] = set()
         self.trained: dict[str, int] = {
             p.name: p.numel * p.dtype.itemsize for p in context.trace.parameters if p.has_gradient
         }
@@ -278,11 +279,21 @@ class DeviceEstimates:
         if any(t.updates_in_backward for t in plan.techniques):
             return self._capture(plan)
         others = tuple(t for t in plan.techniques if not t.leaves_passes)
+        if len(others) < len(plan.techniques):
+            self._check_update(plan)
         if not others:
             return self.context.trace
         if others not in self._traced:
             self._traced = {others: self._capture(Plan(others))}  # the last alone: they are large
         return self._traced[others]
+
+    def _check_update(self, plan: Plan) -> None:
+        """Raise where techniques refuse one another when they are applied: one parameter tells."""
+        lasting = tuple(t for t in plan.techniques if not t.revisable)
+        if lasting not in self._applied:
+            largest = max(self.trained, key=self.trained.__getitem__)
+            self._capture(Plan(lasting), update=[largest])
+            self._applied.add(lasting)
 
     def _predicted(
         self, setting: Setting, trace: Trace, work: Work, plan: Plan = _PLAIN

@@ -45,6 +45,11 @@ class Setting:
         """The plan with this setting, and a schedule."""
         return Plan((*self.techniques, *(() if scheduled is None else (scheduled,))))
 
+    @property
+    def refused(self) -> bool:
+        """Whether an offer is not for the company of another."""
+        return any(o.refuses(t) for o in self.offers for t in self.techniques)
+
     def but(self, kept: Iterable[Offer]) -> Setting:
         """With these offers alone."""
         return Setting(tuple(kept))
@@ -59,7 +64,7 @@ def settings(
         some = [offer for offer in ladder if allowed.permits(offer, at)]
         ladders.append([*some] if any(o.dominates for o in some) else [None, *some])
     found = [Setting(_without_idle(chosen)) for chosen in product(*ladders)]
-    together = [setting for setting in found if refusal(setting.techniques) is None]
+    together = [s for s in found if refusal(s.techniques) is None and not s.refused]
     return sorted(together, key=lambda s: s.rank(at))
 
 

@@ -64,6 +64,8 @@ class Offer:
     """The name by which it is allowed where it is lossy; by default the technique's."""
     dominates: bool = False
     """Costs neither bytes nor time: wherever it is allowed, no plan is made without it."""
+    refuses: Callable[[Technique], bool] = lambda other: False
+    """Techniques it is not offered beside, in these circumstances."""
     last: bool = False
     """Only where no plan as lossless fits without it: it takes more than the device and time."""
     recomputed: float = 0.0

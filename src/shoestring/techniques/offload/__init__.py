@@ -77,7 +77,12 @@ class Offload(Technique):
         if largest >= cls.smallest and _has_state(context.optimizer):
             on_disk = context.device == "cpu"
             place = "in mapped files" if on_disk else "on the host"
-            yield Offer(cls(), f"the optimizer's state lies {place}", last=on_disk)
+            yield Offer(
+                cls(),
+                f"the optimizer's state lies {place}",
+                refuses=lambda other: other.scales_loss and not on_disk,
+                last=on_disk,
+            )
 
     def estimate_update(self, updates: Updates) -> Update | None:
         """The same update; what is on the host passes through a few buffers."""
