@@ -11,6 +11,8 @@ import pytest
 # training that a test starts as a process took twice as long with two.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+_WORKSPACES = ("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE")
+_GIVEN = {name: os.environ.get(name) for name in _WORKSPACES}
 _known = 0
 
 
@@ -22,6 +24,11 @@ def pytest_runtest_setup() -> None:
         _known = len(sys.modules)
         gc.collect()
         gc.freeze()
+    # A run for CUDA sets these for its process, and predictions of later tests would go by them.
+    for name, value in _GIVEN.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
 
 
 _LISTED = frozenset((Path(__file__).parent / "slow_tier.txt").read_text().splitlines())
