@@ -12,7 +12,7 @@ from torch import nn
 import shoestring as ss
 from shoestring.errors import TraceError
 from shoestring.techniques import Checkpointing
-from shoestring.trace.capture import capture
+from shoestring.trace.tracing import trace_model
 
 
 class Packed(nn.Module):
@@ -152,7 +152,7 @@ def test_without_values_the_line_is_named() -> None:
     with torch.device("meta"):
         model = EarlyExit()
     with pytest.raises(TraceError, match=r"reads the value .* at test_answers\.py:\d+") as failed:
-        capture(model, torch.randn(4, 16, device="meta"), loss=square)
+        trace_model(model, torch.randn(4, 16, device="meta"), loss=square)
     assert failed.value.hint is not None and "a model with weights" in failed.value.hint
 
 

@@ -5,10 +5,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from shoestring.trace.capture import capture
 from shoestring.trace.cuda import CudaKernels
 from shoestring.trace.cudnn_rnn import MODES, reserve_bytes
 from shoestring.trace.graph import Phase, Role
+from shoestring.trace.tracing import trace_model
 
 
 def _trace(model, *inputs):
@@ -16,7 +16,7 @@ def _trace(model, *inputs):
         out = model(*batch)
         return (out[0] if isinstance(out, tuple) else out).square().mean()
 
-    return capture(model, inputs, loss=loss, device="cuda")
+    return trace_model(model, inputs, loss=loss, device="cuda")
 
 
 def _names(trace, phase=None):
@@ -160,7 +160,7 @@ def test_a_reduced_loss_holds_a_storage_as_large_as_its_input():
     def loss(model, batch):
         return F.mse_loss(model(batch), torch.zeros(16, 64))
 
-    trace = capture(nn.Linear(8, 64), torch.randn(16, 8), loss=loss, device="cuda")
+    trace = trace_model(nn.Linear(8, 64), torch.randn(16, 8), loss=loss, device="cuda")
     (op,) = (op for op in trace.ops if op.name == "aten.mse_loss")
     assert op.outputs[0].shape == ()
     assert trace.storages[trace.values[op.outputs[0].value].storage].nbytes == 16 * 64 * 4
@@ -197,7 +197,7 @@ def test_attention_of_fewer_key_heads_counts_its_products(dtype: torch.dtype) ->
             return F.scaled_dot_product_attention(query, key, key, is_causal=True, enable_gqa=True)
 
     batch = torch.randn(2, 4, 8, 16, dtype=dtype), torch.randn(2, 2, 8, 16, dtype=dtype)
-    trace = capture(
+    trace = trace_model(
         Model(), batch, loss=lambda model, batch: model(*batch).float().mean(), device="cuda"
     )
     names = ("attention", "bmm", "mm")

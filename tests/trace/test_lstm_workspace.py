@@ -15,15 +15,6 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Keep steps this small from waiting on each other's threads where cores are shared."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 class Workspaces(TorchDispatchMode):
     """Collects the sizes of each fused layer and of the workspace it returned."""
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import shoestring as ss
 from shoestring.errors import InputError
-from shoestring.trace.capture import capture
+from shoestring.trace.tracing import trace_model
 
 NARROW = torch.bfloat16
 MIXED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -38,10 +38,10 @@ def test_fake_tensors_refuse_what_real_ones_refuse(name: str) -> None:
         loss(model, batch)
     except RuntimeError:
         with pytest.raises(InputError, match="type"):
-            capture(model, batch, loss=loss)
+            trace_model(model, batch, loss=loss)
     else:
         assert name == "addition"
-        capture(model, batch, loss=loss)
+        trace_model(model, batch, loss=loss)
 
 
 @pytest.mark.filterwarnings("ignore:left out")

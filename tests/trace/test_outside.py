@@ -13,16 +13,16 @@ from shoestring.errors import TraceError
 from shoestring.memory.live.measure import measure
 from shoestring.memory.model import memory_profile
 from shoestring.step.predict import predict_step
-from shoestring.step.trace_step import capture_step
+from shoestring.step.trace_step import trace_plan
 from shoestring.techniques.plan import Plan
-from shoestring.trace.capture import capture
+from shoestring.trace.tracing import trace_model
 
 Use = Callable[[nn.Module, Tensor, Callable[..., Tensor], torch.optim.Optimizer], object]
 
 USES: dict[str, Use] = {
-    "cpu": lambda m, b, loss, o: capture(m, b, loss=loss, optimizer=o),
-    "cuda": lambda m, b, loss, o: capture(m, b, loss=loss, optimizer=o, device="cuda"),
-    "planned": lambda m, b, loss, o: capture_step(Plan(), m, b, loss=loss, optimizer=o),
+    "cpu": lambda m, b, loss, o: trace_model(m, b, loss=loss, optimizer=o),
+    "cuda": lambda m, b, loss, o: trace_model(m, b, loss=loss, optimizer=o, device="cuda"),
+    "planned": lambda m, b, loss, o: trace_plan(Plan(), m, b, loss=loss, optimizer=o),
     "predicted": lambda m, b, loss, o: predict_step(Plan(), m, b, loss=loss, optimizer=o),
 }
 
@@ -69,7 +69,7 @@ def test_failed_trace_leaves_other_modules_alone() -> None:
         raise ValueError("after a gradient")
 
     with pytest.raises(Exception, match="after a gradient"):
-        capture(nn.Linear(4, 6), torch.randn(5, 4), loss=loss)
+        trace_model(nn.Linear(4, 6), torch.randn(5, 4), loss=loss)
     assert other.weight.grad is None
 
 
@@ -81,7 +81,7 @@ def test_other_modules_are_counted_once() -> None:
     def loss(model: nn.Module, batch: Tensor) -> Tensor:
         return F.softplus(-other(model(batch))).mean()
 
-    trace = capture(generator, batch, loss=loss, optimizer=optimizer)
+    trace = trace_model(generator, batch, loss=loss, optimizer=optimizer)
     predicted = predict_step(Plan(), generator, batch, loss=loss, optimizer=optimizer).peak_bytes
     measured = measure(generator, batch, loss=loss, optimizer=optimizer).peak_bytes
     assert memory_profile(trace, "device").peak_bytes == predicted == measured
@@ -124,7 +124,7 @@ def test_draws_are_those_of_the_stream() -> None:
         Seen.draws.append(torch.rand([]).item())
         return model(batch).sum() * torch.zeros(())
 
-    capture(nn.Linear(4, 2), torch.ones(3, 4), loss=loss)
+    trace_model(nn.Linear(4, 2), torch.ones(3, 4), loss=loss)
     assert Seen.draws[0] == torch.rand([]).item()
 
 
@@ -135,7 +135,7 @@ def test_own_generators_do_not_move() -> None:
     def loss(model: nn.Module, batch: Tensor) -> Tensor:
         return model(batch).sum() * torch.rand([], generator=generator)
 
-    capture(nn.Linear(4, 2), torch.ones(3, 4), loss=loss)
+    trace_model(nn.Linear(4, 2), torch.ones(3, 4), loss=loss)
     assert torch.equal(generator.get_state(), before)
 
 
@@ -146,7 +146,7 @@ def test_what_depends_on_the_batch_is_still_unknown() -> None:
         return model(batch).sum() if total > 0 else model(batch).mean()
 
     with pytest.raises(TraceError, match="reads the value of a tensor"):
-        capture(nn.Linear(4, 2).to("meta"), torch.ones(3, 4), loss=loss)
+        trace_model(nn.Linear(4, 2).to("meta"), torch.ones(3, 4), loss=loss)
 
 
 # -- optimizers that read values -------------------------------------------------------------------
@@ -161,7 +161,7 @@ def test_optimizers_that_read_their_state(kind: str) -> None:
     def loss(model: nn.Module, batch: Tensor) -> Tensor:
         return model(batch).square().mean()
 
-    trace = capture(model, batch, loss=loss, optimizer=optimizer)
+    trace = trace_model(model, batch, loss=loss, optimizer=optimizer)
     predicted = predict_step(Plan(), model, batch, loss=loss, optimizer=optimizer).peak_bytes
     measured = measure(model, batch, loss=loss, optimizer=optimizer).peak_bytes
     assert memory_profile(trace, "device").peak_bytes == predicted == measured

@@ -8,7 +8,11 @@ from torch import nn
 
 from shoestring import Checkpointing, Microbatching, Plan, Precision, Sparsity
 from shoestring.lab.models import builtin
+from shoestring.memory.device import device_timeline
+from shoestring.memory.work import work_of_passes
 from shoestring.step import predict
+from shoestring.step.trace_step import trace_plan
+from shoestring.techniques.sparsity import index
 from shoestring.trace.passes import passes, peak_only
 from tiers import slow_but
 
@@ -50,3 +54,21 @@ def test_a_predicted_peak_is_that_of_all_passes(made, monkeypatch):
     short = predicted()
     monkeypatch.setattr(predict, "peak_only", nullcontext)
     assert predicted() == short
+
+
+def test_chunks_of_a_sparse_weight_are_traced_as_one_that_stands_for_many(monkeypatch):
+    """All its work and all its memory; a weight of 10^11 elements has three million chunks."""
+    model = nn.Linear(400, 400)  # five chunks
+    given = dict(loss=lambda m, x: m(x).mean(), optimizer=torch.optim.Adam(model.parameters()))
+
+    def traced():
+        return trace_plan(Plan.of([Sparsity(0.5)]), model, torch.randn(8, 400), **given)
+
+    short = traced()
+    assert max(op.times for op in short.ops) == 3
+    monkeypatch.setattr(index, "counted", lambda loop: [(one, 1) for one in loop])
+    whole = traced()
+    assert len(short.ops) < len(whole.ops)
+    assert work_of_passes(short) == work_of_passes(whole)
+    peaks = [int(device_timeline(trace).totals.max()) for trace in (short, whole)]
+    assert peaks[0] == peaks[1]

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import shoestring as ss
-from shoestring.trace.capture import capture
 from shoestring.trace.positions import index_like
+from shoestring.trace.tracing import trace_model
 
 ROWS = 16
 Loss = Callable[[nn.Module, Any], torch.Tensor]
@@ -51,12 +51,12 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("name", POSITIONS)
 def test_positions_are_found(name: str) -> None:
-    assert index_like(capture(Model(), batch(), loss=POSITIONS[name]), ROWS) == [1]
+    assert index_like(trace_model(Model(), batch(), loss=POSITIONS[name]), ROWS) == [1]
 
 
 @pytest.mark.parametrize("name", LABELS)
 def test_labels_and_tokens_are_not(name: str) -> None:
-    assert index_like(capture(Model(), batch(), loss=LABELS[name]), ROWS) == []
+    assert index_like(trace_model(Model(), batch(), loss=LABELS[name]), ROWS) == []
 
 
 def test_a_plan_names_them_and_does_not_cut() -> None:

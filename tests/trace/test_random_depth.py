@@ -23,6 +23,10 @@ SKIPS: dict[str, Callable[[], bool]] = {
     "a coin": lambda: torch.bernoulli(torch.tensor(0.5)).item() == 0,
     "Python": lambda: random.random() < 0.5,
     "NumPy": lambda: np.random.uniform(0, 1) > 0.5,
+    "a whole number": lambda: int(torch.randint(2, 9, (1,))) < 5,
+    "a whole number of Python's": lambda: random.randint(1, 8) < 5,
+    "a whole number of NumPy's": lambda: np.random.randint(8) > 5,
+    "a choice": lambda: random.choice([True, False]),
 }
 
 
@@ -63,6 +67,16 @@ def test_the_prediction_is_of_all_layers(skips: Callable[[], bool]) -> None:
     whole = LayerDrop(lambda: False)
     plain = ss.profile(whole, batch, loss=loss, optimizer="sgd-plain", accounting="device")
     assert found == {plain.peak_bytes}
+
+
+def test_a_draw_that_leaves_nothing_to_train_is_not_the_worst() -> None:
+    batch, found = torch.randn(64, 16), set()
+    for skips in (SKIPS["a tensor, high"], SKIPS["Python"], lambda: False):
+        model = LayerDrop(skips)
+        model.head = nn.Identity()
+        made = ss.profile(model, batch, loss=loss, optimizer="sgd-plain", accounting="device")
+        found.add(made.peak_bytes)
+    assert len(found) == 1
 
 
 @pytest.mark.parametrize("skips", slow_but(1, ["a tensor, low", "Python"]))

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from shoestring.errors import UnknownOperationWarning
 from shoestring.memory.nodes import forward_graph
 from shoestring.step.profiling import profile
-from shoestring.trace.capture import capture
 from shoestring.trace.rules import _ALIASES, FALLBACK, RULES, UNDIFFERENTIATED, Flow, Rule, rule_for
+from shoestring.trace.tracing import trace_model
 
 aten = torch.ops.aten
 TOLERANCE = {"rtol": 1e-10, "atol": 1e-12}
@@ -489,7 +489,7 @@ def test_an_unknown_operation_is_named_and_keeps_everything(
     with pytest.warns(UnknownOperationWarning, match=name):
         found = profile(model, batch, loss=total)
     assert any(name in warning for warning in found.warnings)
-    graph = forward_graph(capture(model, batch, loss=total))
+    graph = forward_graph(trace_model(model, batch, loss=total))
     assert graph.unknown == (name,)
     node = next(n for n in graph.nodes if n.name == name)
     assert set(node.gradients[0].reads) == {*node.inputs, *node.outputs}
@@ -524,7 +524,7 @@ def test_a_library_operation_keeps_what_its_gradient_saved() -> None:
     # Its registered gradient is a custom autograd function: no rule, and none needed.
     model, batch = Between(lambda x: cube(x)), torch.zeros(16, 8)
     assert profile(model, batch, loss=total).warnings == ()
-    node = forward_graph(capture(model, batch, loss=total)).nodes[1]
+    node = forward_graph(trace_model(model, batch, loss=total)).nodes[1]
     assert node.name == "shoestring_tests.cube"
     assert [gradient.reads for gradient in node.gradients] == [node.inputs]
 

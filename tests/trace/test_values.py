@@ -11,10 +11,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from shoestring import Checkpointing, Microbatching, apply, measure, profile, verify
 from shoestring.errors import TraceError
 from shoestring.memory.device import device_timeline
-from shoestring.step.trace_step import capture_step
+from shoestring.step.trace_step import trace_plan
 from shoestring.techniques.plan import Plan
-from shoestring.trace.capture import capture
 from shoestring.trace.fakes import fake_batch
+from shoestring.trace.tracing import trace_model
 from tiers import slow_but
 
 # -- questions ---------------------------------------------------------------------------------
@@ -34,7 +34,7 @@ def answers(ask: Callable[[Tensor], Any], mask: Tensor) -> list[Any]:
         return model(batch[0]).mean()
 
     # Without weights: a forward pass would tell everything.
-    capture(nn.Linear(4, 2).to("meta"), (torch.randn(3, 4), mask), loss=loss)
+    trace_model(nn.Linear(4, 2).to("meta"), (torch.randn(3, 4), mask), loss=loss)
     return Found.answers
 
 
@@ -157,7 +157,7 @@ def test_a_microbatch_stands_for_those_with_padding(mask: str) -> None:
     """Only the last of the four is padded."""
     model, batch, plan = build("Llama"), batch_of(mask), [Microbatching(1)]
     optimizer = torch.optim.AdamW(model.parameters())
-    trace = capture_step(Plan.of(plan), model, batch, loss=loss, optimizer=optimizer)
+    trace = trace_plan(Plan.of(plan), model, batch, loss=loss, optimizer=optimizer)
     step = apply(plan, model, optimizer, loss=loss)
     step(batch)
     peak_bytes = int(device_timeline(trace).totals.max())
@@ -170,9 +170,39 @@ def test_a_step_that_becomes_a_graph_asks_nothing(kind: str, masked: bool) -> No
     model, batch = build("Llama"), batch_of("ones")
     optimizer = getattr(torch.optim, kind)(model.parameters())
     given: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "device": "cuda"}
-    trace = capture_step(Plan(), model, batch, **given)
+    trace = trace_plan(Plan(), model, batch, **given)
     shapes = {spec.shape for op in trace.ops for spec in op.outputs}
     assert ((4, 1, 64, 64) in shapes) is masked
+
+
+@pytest.mark.slow
+def test_forward_passes_tell_whether_a_graph_needs_more() -> None:
+    """Where a model is known to ask, its step is traced once: as an eager one, or as a graph."""
+    model, batch, ran = build("Llama"), batch_of("ones"), Backward()
+
+    def counted(model: Any, batch: dict[str, Tensor]) -> Tensor:
+        value = loss(model, batch)
+        value.register_hook(ran)
+        return value
+
+    def shapes(**given: Any) -> set[tuple[int, ...]]:
+        trace = trace_plan(Plan(), model, batch, loss=counted, device="cuda", **given)
+        return {spec.shape for op in trace.ops for spec in op.outputs}
+
+    asked = shapes(optimizer=torch.optim.AdamW(model.parameters()))  # reads its step count
+    Backward.count = 0
+    masked = shapes(optimizer=torch.optim.SGD(model.parameters()))
+    assert (4, 1, 64, 64) in masked - asked
+    assert Backward.count == 1
+
+
+class Backward:
+    """What a class holds is not put back after a trace."""
+
+    count: ClassVar[int] = 0
+
+    def __call__(self, gradient: Tensor) -> None:
+        Backward.count += 1
 
 
 def test_hugging_face_is_left_as_it_was() -> None:

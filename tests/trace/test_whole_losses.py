@@ -9,7 +9,7 @@ from torch import nn
 
 import shoestring as ss
 from shoestring.step.predict import predict_step
-from shoestring.trace.capture import capture
+from shoestring.trace.tracing import trace_model
 
 LOSSES = {
     "mse": F.mse_loss,
@@ -34,5 +34,5 @@ def test_the_storage_counts_on_the_device_and_the_number_alone_elsewhere(name: s
     assert predicted.peak_bytes == measured.peak_bytes
     planned = predict_step((), model, batch, loss=loss, optimizer=optimizer)
     assert planned.peak_bytes == measured.peak_bytes
-    trace = capture(model, batch, loss=loss)
+    trace = trace_model(model, batch, loss=loss)
     assert trace.values[trace.loss].numel == 1

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from shoestring import Checkpointing, apply, measure, profile
 from shoestring.step.predict import predict_step
-from shoestring.trace.capture import capture
+from shoestring.trace.tracing import trace_model
 
 KINDS: dict[str, Any] = {
     "layer": lambda: nn.LayerNorm(6),
@@ -61,7 +61,7 @@ def test_a_planned_step_under_autocast() -> None:
 def test_weights_of_16_bits(device: str, kind: str, kept: torch.dtype) -> None:
     """As in PyTorch's layer_norm_kernel.cu, group_norm.cpp and Normalization.cu."""
     model = build(kind).to(torch.bfloat16)
-    trace = capture(
+    trace = trace_model(
         model, IMAGES.to(torch.bfloat16), loss=lambda m, b: m(b).square().mean(), device=device
     )
     found = [op for op in trace.ops if op.name == f"aten.native_{kind}_norm"]

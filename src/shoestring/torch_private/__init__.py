@@ -3,14 +3,16 @@
 No other file names `torch._…`. When torch moves, look here first; this is what breaks:
 
 - `fake_tensors` (`torch._subclasses.fake_tensor`): every prediction, so profile, plan and verify.
-- `dispatch` (`torch.utils._python_dispatch`, `torch.overrides`): tracing, measuring on the CPU,
-  sparse weights.
+- `dispatch` (`torch.utils._python_dispatch`, `torch.overrides`, `torch._ops`): tracing, measuring
+  on the CPU, sparse weights, state that a recomputed block writes.
 - `trees` (`torch.utils._pytree`): whatever looks for the tensors of a batch or of a call.
 - `autograd` (`torch._C`, `torch.autograd`): which operation a gradient belongs to; recomputation
   by recipe; sparse weights under checkpointing.
 - `storages` (`torch._C`, `torch._prims_common`): gradients added in place, and layouts, in traces.
 - `kernels` (`torch._foreach_*`, `torch._fused_sgd_`, `torch._amp_*`): updates in 16 bits,
   accumulation, loss scaling.
+- `cpu` (`torch._C`, `torch.cpu`, `torch.ops.mkldnn`): which kernels a CPU runs in 16 bits, for
+  its budgets.
 - `cuda_memory` (`torch._C`, `torch.cuda.memory`): captured steps; `Step.live`.
 
 Beside these, code reads attributes that PyTorch does not document. They have not moved for years:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -37,3 +38,26 @@ def active_saved_tensors_hooks() -> tuple[Callable[..., Any], Callable[..., Any]
 def runs_backward() -> bool:
     """Whether a backward pass runs now, on this thread."""
     return torch._C._current_graph_task_id() != -1
+
+
+def forget_failed_backward() -> None:
+    """Free the graph of a backward pass that failed in this thread.
+
+    Nodes that autograd had not run yet stay in the thread's queue, behind later ones: nodes
+    are ordered by a number, which grows with every operation of a thread. A tiny graph whose
+    numbers are those of a new thread comes last, so that what waits is looked at and dropped.
+    """
+    made: list[torch.Tensor] = []
+
+    def build() -> None:
+        with torch.enable_grad():
+            made.append(torch.zeros((), requires_grad=True) * 1)
+
+    thread = threading.Thread(target=build)
+    try:
+        thread.start()
+    except RuntimeError:  # no memory for one: the graph stays
+        return
+    thread.join()
+    for tensor in made:
+        tensor.backward()

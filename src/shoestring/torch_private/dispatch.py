@@ -1,6 +1,7 @@
 """Modes that see every operation below autograd, the way around modes, and tensors of our own."""
 
 import torch
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import _len_torch_function_stack as function_modes
 from torch.overrides import _pop_mode_temporarily as without_innermost_function_mode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
@@ -9,8 +10,20 @@ from torch.utils._python_dispatch import _disable_current_modes as without_modes
 make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
 
 
+class TracingMode(TorchDispatchMode):
+    """One that sees every operation of a traced step, in which nothing is compiled.
+
+    PyTorch wraps modes so that they are never compiled, and passes through the wrapper with every
+    operation. Where `_should_skip_dynamo` is gone, modes are slower and no different.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
 def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """What a tensor of a wrapper class is made of; itself, where it is an ordinary one."""
+    """The tensors inside a wrapper subclass; the tensor itself if it is an ordinary one."""
     if not is_traceable_wrapper_subclass(tensor):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()
@@ -18,7 +31,10 @@ def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 __all__ = [
+    "OpOverload",
+    "OpOverloadPacket",
     "TorchDispatchMode",
+    "TracingMode",
     "function_modes",
     "inner_tensors",
     "make_wrapper_subclass",

@@ -1,5 +1,8 @@
 """Tensors without memory, and what they raise."""
 
+from __future__ import annotations
+
+import torch
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -8,9 +11,40 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
+from torch._subclasses.fake_tensor import in_kernel_invocation_manager as _in_kernel
 
 LOGGER = "torch._subclasses.fake_tensor"
 """Logs a traceback for every error that is then raised."""
+
+
+def constant_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The known value of a fake tensor: `torch.tensor(1.0)` in a model's code."""
+    return getattr(tensor, "constant", None)
+
+
+def forget_constant(tensor: FakeTensor) -> None:
+    """Forget it for this tensor and its views; otherwise code would read the old value."""
+    if tensor.constant is not None:
+        tensor.fake_mode.fake_tensor_converter.invalidate_constant_aliases(tensor.constant)
+        tensor.constant = None
+
+
+def make_fake(
+    mode: FakeTensorMode,
+    device: torch.device,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    dtype: torch.dtype,
+    storage: torch.UntypedStorage | None = None,
+    offset: int = 0,
+) -> FakeTensor:
+    """A fake tensor of this form, in a storage of its own or in one that there is."""
+    with _in_kernel(mode):
+        empty = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        if storage is not None:
+            empty.set_(storage, offset, shape, stride)
+    return FakeTensor(mode, empty, device)
+
 
 __all__ = [
     "LOGGER",
@@ -20,4 +54,7 @@ __all__ = [
     "FakeTensorMode",
     "UnsupportedFakeTensorException",
     "UnsupportedOperatorException",
+    "constant_of",
+    "forget_constant",
+    "make_fake",
 ]

@@ -1,1 +1,1 @@
-"""Model + batch + loss → a frozen graph of operations, captured on fake tensors."""
+"""Model + batch + loss → a frozen graph of operations, traced on fake tensors."""

@@ -54,9 +54,9 @@ _ARRAYS = (torch.Tensor.numpy, torch.Tensor.__array__)
 """How NumPy sees values; no operation shows it."""
 _NUMBER = _aten._local_scalar_dense.default
 QUESTIONS = (DataDependentOutputException, DynamicOutputShapeException)
-"""What fake tensors raise when they are asked."""
+"""Errors that fake tensors raise when code reads their values."""
 _SIGNS = ("data is not allocated yet", ".numpy() is not supported", "data pointer of Tensor")
-"""What others say who read their memory."""
+"""Messages of libraries that read their memory."""
 
 
 def reads_values(error: BaseException | None) -> bool:
@@ -196,7 +196,7 @@ class _Noting(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if is_single_draw(func, out):
             with without_modes():
-                out = pinned(out)
+                out = pinned(out, func, args)
         if writes_masked(func, args):
             with without_modes():
                 gradient = _aten.index.Tensor(args[0].detach(), args[1])

@@ -1,4 +1,4 @@
-"""What a module holds beside its parameters: buffers, attributes, and what lists and dicts hold.
+"""Tensors a module holds beside its parameters: in buffers, attributes, lists and dicts.
 
 Forward passes change some of it, by assignment (`self.mean = …`, `self.calls += 1`) or in place
 (`self.seen.append(…)`), which no operation on a tensor shows.
@@ -7,7 +7,7 @@ Forward passes change some of it, by assignment (`self.mean = …`, `self.calls 
 from __future__ import annotations
 
 import copy
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -26,9 +26,17 @@ def held_by(module: nn.Module) -> Held:
     found = {name: value for name, value in module.__dict__.items() if name not in _OWN}
     found |= {_BUFFER + name: buffer for name, buffer in module._buffers.items()}
     return {
-        name: (value, copy.copy(value) if isinstance(value, CONTAINERS) else None)
+        name: (value, copied(value) if isinstance(value, CONTAINERS) else None)
         for name, value in found.items()
     }
+
+
+def copied(container: Any) -> Any:
+    """A copy, one level deep; `copy.copy` takes ten times as long for an OrderedDict."""
+    return container.copy() if type(container) in _PLAINLY else copy.copy(container)
+
+
+_PLAINLY = frozenset({*CONTAINERS, OrderedDict})
 
 
 def differ(before: Held, after: Held) -> bool:

@@ -21,22 +21,22 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], batch: Any) ->
         if isinstance(leaf, torch.Tensor):
             return function(leaf)
         # Tokenizers, collators and models return these, and pytree does not open them.
-        twin: Any
+        copied: Any
         if isinstance(leaf, UserDict):
-            twin = copy.copy(leaf)
-            twin.data = {key: map_tensors(function, value) for key, value in leaf.data.items()}
-            return twin
+            copied = copy.copy(leaf)
+            copied.data = {key: map_tensors(function, value) for key, value in leaf.data.items()}
+            return copied
         if isinstance(leaf, dict):
-            twin = copy.copy(leaf)
+            copied = copy.copy(leaf)
             for key, value in leaf.items():
-                twin[key] = map_tensors(function, value)
-            return twin
+                copied[key] = map_tensors(function, value)
+            return copied
         if is_record(leaf):
-            twin = copy.copy(leaf)
+            copied = copy.copy(leaf)
             for field in dataclasses.fields(leaf):
                 mapped = map_tensors(function, getattr(leaf, field.name))
-                object.__setattr__(twin, field.name, mapped)
-            return twin
+                object.__setattr__(copied, field.name, mapped)
+            return copied
         return leaf
 
     return tree_map(one, batch)
@@ -50,7 +50,7 @@ def is_record(value: Any) -> bool:
 def form_of(batch: Any) -> Any:
     """All of a batch but what its tensors hold: equal forms can take each other's tensors.
 
-    What is neither a collection nor a plain value has a form of its own every time.
+    Objects that are neither collections nor plain values never have equal forms.
     """
     if isinstance(batch, torch.Tensor):
         return tuple(batch.shape), batch.dtype

@@ -26,7 +26,7 @@ def writers(trace: Trace) -> frozenset[str]:
     for op in trace.forward_ops:
         for name, spec in op.inputs if op.mutates else ():
             storage = trace.storages[trace.values[spec.value].storage]
-            if name in op.mutates and storage.role is Role.BUFFER:
+            if name in op.mutates and storage.role in (Role.BUFFER, Role.MODEL):
                 found.add(storage.module)
     return frozenset(found)
 

@@ -3,10 +3,14 @@
 `torch.compile` does not run on fake tensors. An optimizer that compiles its update (torchao's)
 fuses it, so what the function holds for a moment while it runs eagerly would not be there: in the
 update it runs unrecorded, and only what it leaves behind counts.
+
+Triton kernels (Liger's, say) are not launched on fake tensors: they write into memory that their
+caller has made, so nothing is missing but their operations.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -14,13 +18,15 @@ from typing import Any
 
 import torch
 
+from ..torch_private.fake_tensors import FakeTensor
 from .graph import Phase
 from .recorder import Recorder
+from .values import forget_written
 
 
 @contextmanager
 def uncompiled(recorder: Recorder) -> Iterator[None]:
-    """Within: `torch.compile` gives back functions that run eagerly."""
+    """Within: `torch.compile` gives back functions that run eagerly; Triton launches nothing."""
     plain = torch.compile
 
     def compile(model: Any = None, **settings: Any) -> Any:
@@ -32,7 +38,8 @@ def uncompiled(recorder: Recorder) -> Iterator[None]:
 
     torch.compile = compile
     try:
-        yield
+        with _unlaunched():
+            yield
     finally:
         torch.compile = plain
 
@@ -48,3 +55,32 @@ def _in_one(function: Callable[..., Any], recorder: Recorder) -> Callable[..., A
             recorder.recording = before
 
     return run
+
+
+@contextmanager
+def _unlaunched() -> Iterator[None]:
+    """Within: a Triton kernel with a fake tensor among its arguments returns at once."""
+    if sys.modules.get("triton.runtime.jit") is None:  # no kernel of it was made
+        yield
+        return
+    from triton.runtime.jit import KernelInterface
+
+    plain = KernelInterface.__getitem__
+
+    def at(kernel: Any, grid: Any) -> Callable[..., Any]:
+        launch = plain(kernel, grid)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            values = (*args, *kwargs.values())
+            if any(isinstance(value, FakeTensor) for value in values):
+                forget_written(values)
+                return None
+            return launch(*args, **kwargs)
+
+        return run
+
+    KernelInterface.__getitem__ = at
+    try:
+        yield
+    finally:
+        KernelInterface.__getitem__ = plain

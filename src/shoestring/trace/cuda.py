@@ -1,4 +1,4 @@
-"""What CUDA runs where the CPU would run something else.
+"""Operations that CUDA runs where the CPU would run others.
 
 A machine without CUDA cannot run fake CUDA tensors backward, but autograd and the shape functions
 of CUDA's own operators are there: each function below is replaced by the operator PyTorch would
@@ -28,13 +28,13 @@ from torch.overrides import TorchFunctionMode
 
 from ..torch_private.autograd import current_node, tensor_methods
 from ..torch_private.dispatch import (
-    TorchDispatchMode,
+    TracingMode,
     function_modes,
     without_innermost_function_mode,
 )
 from ..torch_private.fake_tensors import DataDependentOutputException
 from ..torch_private.storages import suggest_memory_format, use_count
-from ..torch_private.trees import tree_leaves
+from ..torch_private.trees import tensor_leaves
 from .cuda_attention import attention
 from .cudnn_rnn import MODES, recurrent_backward, recurrent_forward
 from .statistics import with_wide_statistics
@@ -181,7 +181,7 @@ _IN_PLACE = {
 }
 
 
-class _Shapes(TorchDispatchMode):
+class _Shapes(TracingMode):
     """Give operators the results they have on CUDA, where fake tensors would have others."""
 
     def __init__(self) -> None:
@@ -200,9 +200,8 @@ class _Shapes(TorchDispatchMode):
         elif func is _aten.add.Tensor and not kwargs and self._accumulates(args, node):
             func = _aten.add_.Tensor
         out = _result(func, args, kwargs)
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, torch.Tensor):
-                self._node_of[leaf.untyped_storage()._cdata] = node._sequence_nr()
+        for leaf in tensor_leaves(out):
+            self._node_of[leaf.untyped_storage()._cdata] = node._sequence_nr()
         return out
 
     def _accumulates(self, args: tuple[Any, ...], node: Any) -> bool:

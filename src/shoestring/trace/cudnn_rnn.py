@@ -21,7 +21,7 @@ def reserve_bytes(
     dropout: float,
     itemsize: int,
 ) -> int:
-    """What the forward pass keeps for the backward one (measured on cuDNN 9.19, exact there).
+    """Bytes the forward pass keeps for the backward one (measured on cuDNN 9.19, exact there).
 
     The gates of each layer, what each layer hands to the next, and a bit for each dropped element.
     """

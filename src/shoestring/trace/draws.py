@@ -2,6 +2,7 @@
 
     if torch.rand([]) < self.layerdrop: continue       skips a layer for low numbers
     if random.random() < self.survival: x = layer(x)   runs one for low numbers
+    for layer in self.layers[: random.randint(1, 8)]   runs more for high ones
 
 How much memory such a step takes is another question every time. A budget must hold for all of
 them, so such a step is traced with all numbers low and all numbers high, and the trace that needs
@@ -21,14 +22,46 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..errors import ShoestringError
+
 LOW, HIGH = 0.0, 1.0 - 2.0**-20
-"""What a draw from [0, 1) can be at most, in FP32 as well."""
+"""The largest draw from [0, 1), in FP32 as well."""
 Found = TypeVar("Found")
 _pinned: ContextVar[float | None] = ContextVar("pinned", default=None)
-_FUNCTIONS = (
-    *((random, name) for name in ("random", "uniform")),
-    *((np.random, name) for name in ("rand", "random", "random_sample", "uniform")),
+
+
+def _fraction(made: Any, at: float, low: Any = 0.0, high: Any = 1.0, **named: Any) -> Any:
+    low, high = float(named.get("a", low)), float(named.get("b", high))
+    return low + (high - low) * at if isinstance(made, float) else made
+
+
+def _number(made: Any, at: float, *args: Any, **named: Any) -> Any:
+    return _end(range(*args, *named.values()), at) if isinstance(made, int) else made
+
+
+def _number_to(made: Any, at: float, a: int, b: int) -> Any:
+    return a if at == LOW else b
+
+
+def _choice(made: Any, at: float, among: Any, *args: Any, **named: Any) -> Any:
+    if isinstance(made, np.ndarray) and made.ndim:  # several
+        return made
+    return _end(range(among) if isinstance(among, int) else among, at)
+
+
+def _end(among: Any, at: float) -> Any:
+    return among[0] if at == LOW else among[-1]
+
+
+_FUNCTIONS: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
+    *((random, name, _fraction) for name in ("random", "uniform")),
+    *((np.random, name, _fraction) for name in ("rand", "random", "random_sample", "uniform")),
+    (random, "randint", _number_to),
+    (random, "randrange", _number),
+    (np.random, "randint", _number),
+    *((module, "choice", _choice) for module in (random, np.random)),
 )
+"""Which draw single numbers, and what each gives at an extreme, by what it was given."""
 
 
 class _Drawn:
@@ -40,20 +73,26 @@ class _Drawn:
 _aten = torch.ops.aten
 _DRAWS = (_aten.rand.default, _aten.bernoulli.default, _aten.bernoulli_.float,
           _aten.bernoulli_.Tensor, _aten.bernoulli.p, _aten.uniform_.default)  # fmt: skip
+_WHOLE = (_aten.randint.default, _aten.randint.low)
 
 
 def is_single_draw(func: Any, out: Any) -> bool:
-    """Whether an operation drew one number between 0 and 1, or one truth value."""
-    if func not in _DRAWS or not isinstance(out, torch.Tensor) or out.numel() != 1:
+    """Whether an operation drew one number between 0 and 1 or two bounds, or one truth value."""
+    if not isinstance(out, torch.Tensor) or out.numel() != 1:
         return False
-    return out.is_floating_point()
+    return func in _WHOLE or (func in _DRAWS and out.is_floating_point())
 
 
-def pinned(real: torch.Tensor) -> torch.Tensor:
+def pinned(real: torch.Tensor, func: Any, args: tuple[Any, ...]) -> torch.Tensor:
     """A number that was drawn, or the extreme that is asked for now."""
     _Drawn.any = True
     at = _pinned.get()
-    return real if at is None else real.fill_(at)
+    if at is None:
+        return real
+    if func not in _WHOLE:
+        return real.fill_(at)
+    low, high = (0, args[0]) if func is _aten.randint.default else args[:2]
+    return real.fill_(low if at == LOW else high - 1)
 
 
 def is_pinned() -> bool:
@@ -76,14 +115,32 @@ def at_worst(model: nn.Module, trace: Callable[[], Found], need: Callable[[Found
         return trace()
     if model not in _worst:
         watched = _Watched()
-        with watched:
-            first = trace()
+        try:
+            with watched:
+                first = trace()
+        except ShoestringError:
+            if not watched.drawn:
+                raise
         if not watched.drawn:
             _worst[model] = None
             return first
-        _worst[model] = max((LOW, HIGH), key=lambda extreme: need(_at(extreme, trace)))
+        _worst[model] = _needier(trace, need)
     extreme = _worst[model]
     return trace() if extreme is None else _at(extreme, trace)
+
+
+def _needier(trace: Callable[[], Found], need: Callable[[Found], int]) -> float:
+    """The extreme that needs more; one at which nothing is left to train is none."""
+    found: dict[float, int] = {}
+    failed: ShoestringError | None = None
+    for at in (LOW, HIGH):
+        try:
+            found[at] = need(_at(at, trace))
+        except ShoestringError as error:
+            failed = error
+    if failed is not None and not found:
+        raise failed
+    return max(found, key=lambda at: found[at])
 
 
 def has_random_depth(model: nn.Module) -> bool:
@@ -103,7 +160,7 @@ class _Watched:
 
     def __enter__(self) -> _Watched:
         self._outer, _Drawn.any = _Drawn.any, False
-        self._plain = [(module, name, getattr(module, name)) for module, name in _FUNCTIONS]
+        self._plain = [(module, name, getattr(module, name)) for module, name, _ in _FUNCTIONS]
         for module, name, plain in self._plain:
             setattr(module, name, self._noting(plain))
         return self
@@ -117,7 +174,7 @@ class _Watched:
     def _noting(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def drawing(*args: Any, **kwargs: Any) -> Any:
             made = plain(*args, **kwargs)
-            self.drawn = self.drawn or isinstance(made, float)
+            self.drawn = self.drawn or not isinstance(made, np.ndarray)
             return made
 
         return drawing
@@ -127,21 +184,16 @@ class _Watched:
 def at_extreme(extreme: float) -> Iterator[None]:
     """Inside, single numbers are the lowest or the highest there are; streams move as ever."""
     token = _pinned.set(extreme)
-    plain = [(module, name, getattr(module, name)) for module, name in _FUNCTIONS]
+    plain = [(module, name, getattr(module, name)) for module, name, _ in _FUNCTIONS]
 
-    def drawing(draw: Callable[..., Any]) -> Callable[..., Any]:
+    def drawing(draw: Callable[..., Any], end: Callable[..., Any]) -> Callable[..., Any]:
         def drawn(*args: Any, **kwargs: Any) -> Any:
-            made = draw(*args, **kwargs)
-            if not isinstance(made, float):
-                return made
-            low = float(args[0]) if args else float(kwargs.get("low", kwargs.get("a", 0.0)))
-            high = float(args[1]) if len(args) > 1 else float(kwargs.get("high", 1.0))
-            return low + (high - low) * extreme
+            return end(draw(*args, **kwargs), extreme, *args, **kwargs)
 
         return drawn
 
-    for module, name, draw in plain:
-        setattr(module, name, drawing(draw))
+    for (module, name, draw), (_, _, end) in zip(plain, _FUNCTIONS, strict=True):
+        setattr(module, name, drawing(draw, end))
     try:
         yield
     finally:

@@ -111,8 +111,8 @@ def fake_model(model: nn.Module, mode: FakeTensorMode) -> tuple[nn.Module, dict[
     memo: dict[int, Any] = dict(_fakes([*model.parameters(), *model.buffers()], mode))
     mapping: dict[int, torch.Tensor] = {}
     for parameter in model.parameters():
-        twin = nn.Parameter(memo[id(parameter)], requires_grad=parameter.requires_grad)
-        mapping[id(parameter)] = memo[id(parameter)] = twin
+        fake = nn.Parameter(memo[id(parameter)], requires_grad=parameter.requires_grad)
+        mapping[id(parameter)] = memo[id(parameter)] = fake
     try:
         made = copy.deepcopy(model, memo)
     except Exception as error:
@@ -147,10 +147,10 @@ def make_optimizer(
         _early_state(made)
         return made
     check_optimizer(optimizer)
-    return optimizer_twin(unwrapped(optimizer), mapping, {})
+    return copied_optimizer(unwrapped(optimizer), mapping, {})
 
 
-def optimizer_twin(
+def copied_optimizer(
     optimizer: torch.optim.Optimizer, mapping: dict[int, torch.Tensor], memo: dict[int, Any]
 ) -> torch.optim.Optimizer:
     """A copy over other parameters; optimizers it holds, and groups it shares with them, as well.
@@ -162,27 +162,27 @@ def optimizer_twin(
         found: torch.optim.Optimizer = memo[id(optimizer)]
         return found
     # Not copy.copy: an optimizer's pickled state leaves out what a subclass adds to it.
-    twin: torch.optim.Optimizer = object.__new__(type(optimizer))
-    memo[id(optimizer)] = twin
+    copied: torch.optim.Optimizer = object.__new__(type(optimizer))
+    memo[id(optimizer)] = copied
     held = dict(vars(optimizer))
     held.pop("step", None)  # a learning-rate scheduler binds it to the original
     if "param_groups" in held:
-        held["param_groups"] = _group_twins(optimizer.param_groups, mapping, memo)
+        held["param_groups"] = _copied_groups(optimizer.param_groups, mapping, memo)
     if "state" in held:
         state = optimizer.state
         held["state"] = memo.setdefault(id(state), defaultdict(dict))
     for name, value in held.items():
         if isinstance(value, torch.optim.Optimizer):
-            held[name] = optimizer_twin(value, mapping, memo)
+            held[name] = copied_optimizer(value, mapping, memo)
         elif name.startswith("_optimizer_step_p"):
             held[name] = OrderedDict()
-    vars(twin).update(held)
+    vars(copied).update(held)
     if "state" in held:
-        _early_state(twin)
-    return twin
+        _early_state(copied)
+    return copied
 
 
-def _group_twins(groups: Any, mapping: dict[int, torch.Tensor], memo: dict[int, Any]) -> Any:
+def _copied_groups(groups: Any, mapping: dict[int, torch.Tensor], memo: dict[int, Any]) -> Any:
     if id(groups) not in memo:
         try:
             memo[id(groups)] = [

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from ..torch_private.trees import tree_leaves
+from ..torch_private.trees import tensor_leaves
 
 _COPIES = frozenset(
     "clone copy_ _to_copy empty empty_like empty_strided new_empty new_empty_strided zeros "
@@ -62,6 +62,8 @@ def _attention(opname: str, args: tuple[Any, ...]) -> int | None:
 
     Keys and values of fewer heads than the queries are read once for each of these.
     """
+    if not opname.startswith("_scaled_dot_product_"):  # nearly always
+        return None
     if not re.fullmatch(r"_scaled_dot_product_\w+_attention(_for_cpu)?(_backward)?", opname):
         return None
     backward = opname.endswith("_backward")
@@ -92,7 +94,5 @@ def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any)
     if opname == "mkldnn_rnn_layer_backward":
         steps = args[0].shape[0] * args[0].shape[1]
         return 4 * steps * sum(w.numel() for w in args[1:3])
-    largest = max(
-        (t.numel() for t in tree_leaves((args, out)) if isinstance(t, torch.Tensor)), default=0
-    )
+    largest = max((t.numel() for t in tensor_leaves((args, out))), default=0)
     return int(largest) * _PER_ELEMENT.get(opname, 1)

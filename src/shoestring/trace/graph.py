@@ -26,7 +26,7 @@ class Phase(StrEnum):
 
 
 class Role(StrEnum):
-    """What the bytes of a storage are for, in the report's words (Section 2.1)."""
+    """The role of a storage's bytes, in the report's words (Section 2.1)."""
 
     MODEL = "model"
     BUFFER = "buffer"
@@ -53,7 +53,7 @@ class Storage:
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """What one storage holds between two writes."""
+    """The contents of one storage between two writes."""
 
     index: int
     storage: int
@@ -111,6 +111,8 @@ class Op:
     strided: tuple[tuple[str, tuple[int, ...]], ...] = ()
     """Tensor arguments that are not contiguous, which some kernels copy first, each with the order
     of its dimensions in memory (slowest first); empty where elements overlap or leave gaps."""
+    times: int = 1
+    """How many alike it stands for, one after the other (`passes.counted`); `flops` are of all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +162,9 @@ class Trace:
     """The recomputation strategy a technique asked for; the trace itself is of the plain step."""
     checkpoint_blocks: tuple[str, ...] = ()
     """The modules that count as blocks for it; empty for those that are found."""
+    on_host: str = ""
+    """Tensors a technique keeps on the host between the passes: "inputs" of recomputed blocks, or
+    "all" that is saved."""
     warnings: tuple[str, ...] = field(default=())
     capturable: bool = False
     """On CUDA the step can be one graph: its update stays on the device."""

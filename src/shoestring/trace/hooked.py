@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .fakes import optimizer_twin
+from .fakes import copied_optimizer
 
 _DEEPEST = 3
 
@@ -47,13 +47,13 @@ def update_in_backward(
     for parameter, optimizers in optimizers_in_hooks(model).items():
         copies = []
         for optimizer in optimizers:
-            made[id(optimizer)] = optimizer_twin(optimizer, dict(mapping), memo)
+            made[id(optimizer)] = copied_optimizer(optimizer, dict(mapping), memo)
             copies.append(made[id(optimizer)])
 
-        def update(twin: torch.Tensor, copies: list[torch.optim.Optimizer] = copies) -> None:
+        def update(fake: torch.Tensor, copies: list[torch.optim.Optimizer] = copies) -> None:
             for copy in copies:
                 copy.step()
-            twin.grad = None
+            fake.grad = None
 
         mapping[id(parameter)].register_post_accumulate_grad_hook(update)
     return list(made.values())

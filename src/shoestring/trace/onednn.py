@@ -1,4 +1,4 @@
-"""What the CPU's oneDNN kernels keep and PyTorch's shape functions do not know."""
+"""Tensors that the CPU's oneDNN kernels keep and PyTorch's shape functions do not know."""
 
 from __future__ import annotations
 

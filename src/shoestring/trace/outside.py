@@ -12,11 +12,12 @@ from torch.optim.optimizer import (
 )
 
 from ..torch_private.autograd import current_node
-from ..torch_private.dispatch import TorchDispatchMode, without_modes
+from ..torch_private.dispatch import TracingMode, without_modes
 from ..torch_private.fake_tensors import FakeTensor, FakeTensorMode
 from ..torch_private.trees import tree_leaves, tree_map
 from .answers import PACKS, Answers, Reads, given, is_question, writes_masked
 from .draws import is_single_draw, pinned
+from .grouped import grouped_product
 from .operand_types import check_types
 from .values import asking, run
 
@@ -33,7 +34,7 @@ which some subtract from one and divide by."""
 _LIFTS = (_aten.lift_fresh.default, _aten.lift_fresh_copy.default)
 
 
-class Outside(TorchDispatchMode):
+class Outside(TracingMode):
     """Entered right after the fake mode: keeps what is written and added to real tensors from them.
 
     The loss may use modules that are not the model's: a discriminator, a teacher. Their gradients
@@ -103,12 +104,14 @@ class Outside(TorchDispatchMode):
         if func in _NUMBERS and _is_one_number(args, kwargs):
             with without_modes():
                 real = func(*args, **kwargs)
-                real = pinned(real) if is_single_draw(func, real) else real
+                real = pinned(real, func, args) if is_single_draw(func, real) else real
                 converter = self._fake_mode.fake_tensor_converter
                 return converter.from_real_tensor(self._fake_mode, real, make_constant=True)
         if self._stepping and func is _aten._local_scalar_dense.default:
             if isinstance(args[0], FakeTensor) and args[0].constant is None:
                 return UNKNOWN
+        if (product := grouped_product(func, args, kwargs)) is not None:
+            return product
         if writes_masked(func, args):  # its shape function would count
             return args[0] if func._schema.is_mutable else run(_aten.clone.default, args[:1], {})
         if is_question(func, args):
@@ -126,17 +129,17 @@ class Outside(TorchDispatchMode):
             return run(func, args, kwargs)
         if written:
             return self._written(func, tensors, args, kwargs)
-        with without_modes():  # a view of a twin would count as memory of its own
+        with without_modes():  # a view of a fake copy would count as memory of its own
             return func(*args, **kwargs)
 
     def _written(
         self, func: Any, tensors: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Arithmetic in place on real tensors alone, which the fake mode would run, on twins."""
+        """Run in-place arithmetic on fake copies of the real tensors, which stay as they are."""
         with without_modes():
-            twins = {id(tensor): self._fake_mode.from_tensor(tensor) for tensor in tensors}
-        given = {id(twins[id(tensor)]): tensor for tensor in tensors}
-        args, kwargs = tree_map(lambda leaf: twins.get(id(leaf), leaf), (args, kwargs))
+            fakes = {id(tensor): self._fake_mode.from_tensor(tensor) for tensor in tensors}
+        given = {id(fakes[id(tensor)]): tensor for tensor in tensors}
+        args, kwargs = tree_map(lambda leaf: fakes.get(id(leaf), leaf), (args, kwargs))
         out = func(*args, **kwargs)
         return tree_map(lambda leaf: given.get(id(leaf), leaf), out)
 

@@ -14,9 +14,9 @@ import torch
 _elsewhere: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
 
-def mark_elsewhere(tensor: torch.Tensor) -> None:
-    """The tensor's storage takes nothing of the device from now on."""
-    storage = tensor.untyped_storage()
+def mark_elsewhere(held: torch.Tensor | torch.UntypedStorage) -> None:
+    """The storage, a tensor's or itself, takes nothing of the device from now on."""
+    storage = held.untyped_storage() if isinstance(held, torch.Tensor) else held
     key = storage._cdata
 
     def gone(_: object) -> None:
@@ -31,5 +31,5 @@ def is_elsewhere(tensor: torch.Tensor) -> bool:
 
 
 def bytes_here(storage: torch.UntypedStorage) -> int:
-    """What a storage takes of the device."""
+    """Bytes a storage takes on the device."""
     return 0 if storage._cdata in _elsewhere else storage.nbytes()

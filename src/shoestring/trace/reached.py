@@ -1,4 +1,4 @@
-"""What a function can reach beside its arguments: variables around it, their attributes and lists.
+"""Objects a function can reach beside its arguments: closures, their attributes and lists.
 
 calls = 0; history = []
 def loss(model, batch):
@@ -8,7 +8,6 @@ def loss(model, batch):
 
 from __future__ import annotations
 
-import copy
 import functools
 import types
 from collections.abc import Callable, Iterable
@@ -18,10 +17,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from .attributes import CONTAINERS, refill
+from .attributes import CONTAINERS, copied, refill
 
-_DEEPEST, _MOST = 4, 1000
-"""Steps away from the function, and elements of a list that are looked at."""
+_DEEPEST, _MOST = 5, 1000
+"""Steps away from the function, of which the last may lead to a list or dict only (where trainers
+note values by mode and name), and elements of a list that are looked at."""
 
 
 class Reached:
@@ -29,7 +29,8 @@ class Reached:
 
     def __init__(self, functions: Iterable[Callable[..., Any]]) -> None:
         self._undo: list[Callable[[], None]] = []
-        self._seen: set[int] = set()
+        self._seen: dict[int, int] = {}
+        """Objects, and how near they were found: from nearer by, more is reached."""
         self._alive: list[Any] = []
         for function in functions:
             self._look(function, 0)
@@ -41,9 +42,11 @@ class Reached:
 
     def _look(self, value: Any, depth: int) -> None:
         # Tensors, modules and optimizers are looked after where they are used.
-        if depth > _DEEPEST or id(value) in self._seen or isinstance(value, _ELSEWHERE):
+        if depth >= _DEEPEST + isinstance(value, CONTAINERS) or isinstance(value, _ELSEWHERE):
             return
-        self._seen.add(id(value))
+        if depth >= self._seen.get(id(value), _DEEPEST + 1):
+            return
+        self._seen[id(value)] = depth
         self._alive.append(value)
         if isinstance(value, functools.partial):
             self._all([value.func, *value.args, *value.keywords.values()], depth)
@@ -52,7 +55,7 @@ class Reached:
         elif isinstance(value, types.FunctionType):
             self._function(value, depth)
         elif isinstance(value, CONTAINERS):
-            self._undo.append(functools.partial(refill, value, copy.copy(value)))
+            self._undo.append(functools.partial(refill, value, copied(value)))
             self._all(value.values() if isinstance(value, dict) else value, depth)
         elif isinstance(value, (tuple, frozenset)):
             self._all(value, depth)

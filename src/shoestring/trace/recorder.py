@@ -18,7 +18,7 @@ Example, the update `buffer.mul_(0.9).add_(gradient); weight.add_(buffer)`:
 
 A view is not a new value: it reads its storage's. Autograd tells which forward operation a backward
 one belongs to: every node has a number, and the recorder notes the operation that ran when the
-node was made. `capture.py` freezes the lists into a `Trace`.
+node was made. `tracing.py` freezes the lists into a `Trace`.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -37,17 +38,17 @@ from torch.nn.modules.module import (
 )
 
 from ..errors import TraceError
-from ..torch_private.autograd import current_node, last_sequence_number
-from ..torch_private.dispatch import TorchDispatchMode
+from ..torch_private.autograd import DisableTorchFunction, current_node, last_sequence_number
+from ..torch_private.dispatch import TracingMode
 from ..torch_private.fake_tensors import FakeTensor
 from ..torch_private.storages import suggest_memory_format
-from ..torch_private.trees import tree_leaves
+from ..torch_private.trees import tensor_leaves
 from .flops import flops_of
 from .graph import Op, Phase, TensorSpec, channels_last_order
-from .grouped import grouped_product
 from .losses import is_whole, with_whole_storage
 from .onednn import with_workspace
 from .outside import UNKNOWN
+from .passes import times
 from .places import bytes_here
 from .statistics import with_wide_statistics
 
@@ -56,7 +57,7 @@ _MASK_MAKERS = ("bernoulli", "bernoulli_")
 
 @dataclass(slots=True)
 class StorageRecord:
-    """What is known of a storage while the step runs."""
+    """A storage while the step runs."""
 
     index: int
     nbytes: int
@@ -73,7 +74,7 @@ class StorageRecord:
 
 @dataclass(slots=True)
 class ValueRecord:
-    """What is known of a value while the step runs."""
+    """A value while the step runs."""
 
     storage: int
     numel: int
@@ -83,7 +84,7 @@ class ValueRecord:
 
 
 @dataclass
-class Recorder(TorchDispatchMode):
+class Recorder(TracingMode):
     """A dispatch mode that writes down operations and the lives of storages."""
 
     ops: list[Op] = field(default_factory=list)
@@ -113,7 +114,7 @@ class Recorder(TorchDispatchMode):
 
         None for a tensor that only wraps others, which have storages of their own.
         """
-        if hasattr(type(tensor), "__tensor_flatten__"):
+        if _wraps(type(tensor)):
             return None
         try:
             storage = tensor.untyped_storage()
@@ -187,37 +188,32 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
+        with DisableTorchFunction():  # what is asked of tensors here concerns no function mode
+            return self._dispatch(func, args, kwargs or {})
+
+    def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # asked for often, and slow to answer further down
-        if func.namespace == "prim" or not self.recording:
+        if not self.recording or func.namespace == "prim":
             return self._unrecorded(func, args, kwargs)
         if self._is_step_count(func, args):
             return UNKNOWN if args[0].constant is None else func(*args)
-        schema = func._schema
+        known = _facts(func)
         inputs: list[tuple[str, TensorSpec]] = []
         mutates: list[str] = []
-        for position, argument in enumerate(schema.arguments):
-            given = args[position] if position < len(args) else kwargs.get(argument.name)
-            written = _writes(func, argument)
-            for name, tensor in _tensors(argument.name, given):
+        written_tensors: list[torch.Tensor] = []
+        for position, name, written in known.arguments:
+            given = args[position] if position < len(args) else kwargs.get(name)
+            for label, tensor in _tensors(name, given):
                 spec = self.spec(tensor)
                 if spec is not None:
-                    inputs.append((name, spec))
+                    inputs.append((label, spec))
                     if written:
-                        mutates.append(name)
-        written_tensors = [
-            tensor
-            for position, argument in enumerate(schema.arguments)
-            if _writes(func, argument)
-            for _, tensor in _tensors(
-                argument.name,
-                args[position] if position < len(args) else kwargs.get(argument.name),
-            )
-        ]
+                        mutates.append(label)
+                if written:
+                    written_tensors.append(tensor)
         try:
-            out = grouped_product(func, args, kwargs)
-            out = func(*args, **kwargs) if out is None else out
+            out = func(*args, **kwargs)
         except Exception:
             self.failed_in = self._module_stack[-1] if self._module_stack else None
             raise
@@ -232,14 +228,10 @@ class Recorder(TorchDispatchMode):
             record = self.storage_of(tensor)
             if record is not None:
                 self._new_value(record, tensor, index)
-        returned = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
-        outputs = [spec for t in returned if (spec := self.spec(t, index)) is not None]
+        outputs = [spec for t in tensor_leaves(out) if (spec := self.spec(t, index)) is not None]
         if whole:
             self.values[outputs[0].value].numel = 1  # all that an ideal executor holds
-        is_view = any(
-            result.alias_info is not None and not result.alias_info.is_write
-            for result in schema.returns
-        )
+        is_view = known.returns_view
         if is_view and outputs and not any(s.value == outputs[0].value for _, s in inputs):
             is_view = False  # reshape and contiguous may copy after all
         self._note_masks(func, inputs, outputs, mutates)
@@ -249,12 +241,10 @@ class Recorder(TorchDispatchMode):
     def _unrecorded(self, func: Any, args: Any, kwargs: Any) -> Any:
         if self._is_step_count(func, args):
             return UNKNOWN if args[0].constant is None else func(*args)
-        out = grouped_product(func, args, kwargs)
-        out = func(*args, **kwargs) if out is None else out
+        out = func(*args, **kwargs)
         if func.namespace != "prim":
-            for leaf in tree_leaves(out):
-                if isinstance(leaf, torch.Tensor):
-                    self.storage_of(leaf)
+            for leaf in tensor_leaves(out):
+                self.storage_of(leaf)
         return out
 
     def _is_step_count(self, func: Any, args: tuple[Any, ...]) -> bool:
@@ -303,12 +293,12 @@ class Recorder(TorchDispatchMode):
                 record.phase = phase
         return Op(
             index=index,
-            name=f"{func.namespace}.{func._opname}",
+            name=_facts(func).name,
             phase=phase,
             module=module,
             inputs=tuple(inputs),
             outputs=tuple(outputs),
-            flops=0 if is_view else flops_of(func, args, kwargs, out),
+            flops=0 if is_view else times() * flops_of(func, args, kwargs, out),
             is_view=is_view,
             mutates=tuple(mutates),
             differentiable=differentiable,
@@ -316,6 +306,7 @@ class Recorder(TorchDispatchMode):
             forward_op=forward_op,
             settings=tuple(_settings(func, args, kwargs)),
             strided=tuple(_strided(func, args, kwargs)),
+            times=times(),
         )
 
     def _note_masks(
@@ -398,24 +389,55 @@ class Recorder(TorchDispatchMode):
         return self._function_saved
 
 
+@cache
+def _wraps(kind: type) -> bool:
+    """Whether tensors of a class are made of others."""
+    return hasattr(kind, "__tensor_flatten__")
+
+
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """Of an operation, whatever it is called with."""
+
+    name: str
+    arguments: tuple[tuple[int, str, bool], ...]
+    """Position and name of each, and whether it is written to."""
+    returns_view: bool
+    convolves: bool
+
+
+@cache
+def _facts(func: Any) -> _Facts:
+    schema = func._schema
+    return _Facts(
+        f"{func.namespace}.{func._opname}",
+        tuple((i, a.name, _writes(func, a)) for i, a in enumerate(schema.arguments)),
+        any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns),
+        "convolution" in func._opname,
+    )
+
+
 def _settings(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[str, Any]]:
-    for position, argument in enumerate(func._schema.arguments):
-        given = args[position] if position < len(args) else kwargs.get(argument.name)
+    for position, name, _ in _facts(func).arguments:
+        given = args[position] if position < len(args) else kwargs.get(name)
         if isinstance(given, (bool, int, float)):
-            yield argument.name, given
+            yield name, given
         elif isinstance(given, (list, tuple)) and given:
             if all(isinstance(item, (bool, int)) for item in given):
-                yield argument.name, tuple(given)
+                yield name, tuple(given)
 
 
 def _strided(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
-    for position, argument in enumerate(func._schema.arguments):
-        given = args[position] if position < len(args) else kwargs.get(argument.name)
-        if isinstance(given, torch.Tensor) and not given.is_contiguous():
-            yield argument.name, _memory_order(given)
-        elif isinstance(given, torch.Tensor) and "convolution" in func._opname:
+    known = _facts(func)
+    for position, name, _ in known.arguments:
+        given = args[position] if position < len(args) else kwargs.get(name)
+        if not isinstance(given, torch.Tensor):
+            continue
+        if not given.is_contiguous():
+            yield name, _memory_order(given)
+        elif known.convolves:
             if suggest_memory_format(given) is not torch.contiguous_format:  # an extent is one
-                yield argument.name, channels_last_order(given.dim())
+                yield name, channels_last_order(given.dim())
 
 
 def _memory_order(tensor: torch.Tensor) -> tuple[int, ...]:

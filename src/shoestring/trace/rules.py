@@ -28,7 +28,7 @@ class Flow(StrEnum):
 
 @dataclass(frozen=True)
 class Rule:
-    """What one operation's gradient reads."""
+    """Tensors that one operation's gradient reads."""
 
     needs: Mapping[str, tuple[str, ...]]
     """Argument → what its gradient reads; `*` stands for every argument not named."""

@@ -1,4 +1,4 @@
-"""What a normalization of 16 bits keeps and PyTorch's shape functions take for 16 bits too."""
+"""FP32 statistics that 16-bit normalizations keep; PyTorch's shape functions say 16 bits."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def rewound_streams() -> Iterator[Callable[[], None]]:
 def rewound(
     functions: Iterable[Callable[..., Any]], model: nn.Module, trial: Callable[[], object]
 ) -> Iterator[Callable[[], None]]:
-    """What takes random streams back, and all that a step touches beside its model; at the end too.
+    """Restores random streams and all that a step touches beside its model; at the end too.
 
     `trial` takes such a step, of a model that may change, and shows what that is.
     """

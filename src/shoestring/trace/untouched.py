@@ -12,9 +12,11 @@ may append to a list. Two contexts cover that:
 
 from __future__ import annotations
 
+import gc
+import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ..errors import InputError
 from ..torch_private.dispatch import TorchDispatchMode, without_modes
 from ..torch_private.fake_tensors import FakeTensor
 from ..torch_private.trees import tree_leaves
@@ -191,6 +194,37 @@ def _key(tensor: torch.Tensor) -> int | None:
         return None
 
 
+class NotWritten(TorchDispatchMode):
+    """Within: an operation that would write to one of these storages raises InputError instead."""
+
+    def __init__(self, storages: Collection[int]) -> None:
+        super().__init__()
+        self._storages = storages
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if any(_key(tensor) in self._storages for tensor in _written(func, args, kwargs)):
+            raise InputError(
+                "the loss writes to tensors that are not the model's",
+                hint="apply the plan: it was predicted, not tried",
+            )
+        return func(*args, **kwargs)
+
+
+def storages_of(model: nn.Module) -> frozenset[int]:
+    """Of its parameters and buffers."""
+    keys = (_key(tensor) for tensor in (*model.parameters(), *model.buffers()))
+    return frozenset(key for key in keys if key is not None)
+
+
+def storages_now() -> frozenset[int]:
+    """Of all tensors that Python holds."""
+    held = (o for o in gc.get_objects() if issubclass(type(o), torch.Tensor))
+    return frozenset(key for tensor in held if (key := _key(tensor)) is not None)
+
+
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
     normalizes = "batch_norm" in func._opname
     for position, argument in enumerate(func._schema.arguments):
@@ -215,3 +249,23 @@ def nothing_changes(model: nn.Module, loss: Callable[..., Any]) -> Iterator[None
     """Around a step on fake tensors, of a fake copy of the model."""
     with same_random_streams(), Bystanders([loss, *hooks_of(model)]):
         yield
+
+
+@contextmanager
+def as_it_was(model: nn.Module, watching: AbstractContextManager[Any]) -> Iterator[None]:
+    """Around steps on the model itself: its attributes, gradients and the streams are put back.
+
+    `watching` takes back the rest: `Untouched`, or `Bystanders` where somebody has the weights.
+    """
+    modules = [(module, held_by(module)) for module in model.modules()]
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    with warnings.catch_warnings(), same_random_streams():
+        warnings.simplefilter("ignore")
+        try:
+            with watching:
+                yield
+        finally:
+            for module, held in modules:
+                put_back(module, held)
+            for parameter, gradient in gradients:
+                parameter.grad = gradient

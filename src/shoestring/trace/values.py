@@ -1,4 +1,4 @@
-"""What tensors hold that follow from the batch's whole numbers, for models that ask.
+"""Values of tensors that follow from the batch's integers, for models that read them.
 
 Fake tensors hold nothing, and models ask: whether a mask masks anything, whether a row is one
 sequence. The answer is worked out when it is asked for, by the same operations on real tensors.
@@ -18,7 +18,7 @@ for any fake tensor.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,12 +27,15 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..torch_private.dispatch import without_modes
-from ..torch_private.fake_tensors import FakeTensor
+from ..torch_private.fake_tensors import FakeTensor, constant_of, forget_constant
 from ..torch_private.trees import TreeSpec, tree_flatten, tree_unflatten
 from .batches import tensors_of
+from .results import result
 
 _QUESTIONS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
 _MAKERS = ("arange", "full", "ones", "zeros")
+_LIKE = ("ones_like", "zeros_like", "full_like")
+"""Of a tensor they see the shape alone: the gradient that a backward pass begins with, say."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,8 @@ class _Origin:
     leaves: list[Any]
     form: TreeSpec
     version: int = 0
+    given: bool = False
+    """It stands for a tensor of the batch."""
 
     def made(self) -> Any:
         """The same, for real."""
@@ -56,7 +61,10 @@ _origins: MutableMapping[torch.Tensor, _Origin] = WeakTensorKeyDictionary()
 
 def _known(tensor: torch.Tensor) -> _Origin | None:
     found = _origins.get(tensor)
-    return found if found is not None and found.version == tensor._version else None
+    if found is None:
+        held = constant_of(tensor)
+        return None if held is None else _Origin(lambda: held, *tree_flatten(((), {})))
+    return found if found.version == tensor._version else None
 
 
 def stand_for(fake: torch.Tensor, given: torch.Tensor) -> None:
@@ -65,9 +73,20 @@ def stand_for(fake: torch.Tensor, given: torch.Tensor) -> None:
     has_memory = not isinstance(given, FakeTensor) and not given.is_meta
     if origin is None and has_memory and not given.is_floating_point():
         real = given.detach().cpu()
-        origin = _Origin(lambda: real, *tree_flatten(((), {})))
+        origin = _Origin(lambda: real, *tree_flatten(((), {})), given=True)
     if origin is not None:
         _origins[fake] = replace(origin, version=fake._version)
+
+
+def forget_written(values: Iterable[Any]) -> None:
+    """Of what a kernel was given that did not run, nothing is known but the batch."""
+    fakes = [v for v in values if isinstance(v, FakeTensor)]
+    written = {v.untyped_storage()._cdata for v in fakes}
+    for fake in fakes:
+        forget_constant(fake)
+    for tensor, origin in list(_origins.items()):
+        if not origin.given and tensor.untyped_storage()._cdata in written:
+            del _origins[tensor]
 
 
 def forget_varied(batch: Any) -> None:
@@ -86,7 +105,14 @@ def forget_varied(batch: Any) -> None:
 def _follow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Origin | None:
     """How the result follows from tensors that are known, if it does."""
     if args and isinstance(args[0], torch.Tensor) and _known(args[0]) is None:
-        return None  # nearly always
+        if func._opname not in _LIKE:
+            return None  # nearly always
+        shape = args[0].shape
+        like = {"dtype": args[0].dtype, **kwargs, "device": "cpu"}
+        return _Origin(
+            lambda *rest, **how: func(torch.empty(shape), *rest, **how),
+            *tree_flatten((args[1:], like)),
+        )
     leaves, form = tree_flatten((args, kwargs))
     known = {id(leaf): _known(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)}
     if None in known.values() or (not known and func._opname not in _MAKERS):
@@ -97,12 +123,12 @@ def _follow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Origin
 def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The operation on fake tensors; a question about known ones is answered."""
     if func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags:
-        return func(*args, **kwargs)
+        return result(func, args, kwargs)
     origin = _follow(func, args, kwargs)
     if origin is not None and func in _QUESTIONS:
         with without_modes():
             return origin.made()
-    out = func(*args, **kwargs)
+    out = result(func, args, kwargs)
     if origin is not None and isinstance(out, FakeTensor) and not out.is_inference():
         _origins[out] = replace(origin, version=out._version)
     return out
@@ -112,7 +138,7 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def asking(asked: list[bool]) -> Iterator[None]:
     """Inside, Hugging Face asks what can be answered; of itself it asks fake tensors nothing.
 
-    It would make a mask where training has none. `asked` is told if it does ask.
+    It would make a mask where training has none. `asked` is called if it does ask.
     """
     checks: Any = sys.modules.get("transformers.utils.import_utils")
     plain = getattr(checks, "is_fake_tensor", None)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shoestring.errors import InputError
-from shoestring.trace.capture import capture
 from shoestring.trace.graph import Phase, Role, Trace
+from shoestring.trace.tracing import trace_model
 
 
 def mean_square(model: nn.Module, batch: Any) -> Tensor:
@@ -56,7 +56,7 @@ def test_everything_given_is_left_alone(device: str) -> None:
         random.random(), np.random.rand(), torch.rand(3)
         return mean_square(model, batch)
 
-    capture(model, batch, loss=loss, optimizer=optimizer, device=device)
+    trace_model(model, batch, loss=loss, optimizer=optimizer, device=device)
     for name, tensor in snapshot(model, optimizer).items():
         assert torch.equal(tensor, before[name]), name
     assert torch.equal(batch, kept_batch)
@@ -76,7 +76,7 @@ def test_failed_trace_leaves_no_hooks_behind() -> None:
     model, optimizer, _ = trained()
     plain_apply = torch.autograd.Function.__dict__["apply"]
     with pytest.raises(InputError):
-        capture(model, torch.randn(3, 5), loss=mean_square, optimizer=optimizer)
+        trace_model(model, torch.randn(3, 5), loss=mean_square, optimizer=optimizer)
     assert torch.autograd.Function.__dict__["apply"] is plain_apply
     assert not torch.nn.modules.module._global_forward_hooks
     assert not torch.nn.modules.module._global_forward_pre_hooks
@@ -89,7 +89,7 @@ def test_nothing_is_allocated() -> None:
         batch = torch.randn(512, 8192)
     assert sum(p.nbytes for p in model.parameters()) > 8e9
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    trace = capture(model, batch, loss=mean_square, optimizer="adam")
+    trace = trace_model(model, batch, loss=mean_square, optimizer="adam")
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     assert role_bytes(trace, Role.OPTIMIZER_STATE) > 16e9
     assert (after - before) * 1024 < 100e6
@@ -98,8 +98,8 @@ def test_nothing_is_allocated() -> None:
 def test_model_built_on_fake_tensors() -> None:
     with FakeTensorMode():
         model, batch = nn.Linear(3, 5), torch.randn(4, 3)
-    fake = capture(model, batch, loss=mean_square, optimizer="sgd")
-    real = capture(nn.Linear(3, 5), torch.randn(4, 3), loss=mean_square, optimizer="sgd")
+    fake = trace_model(model, batch, loss=mean_square, optimizer="sgd")
+    real = trace_model(nn.Linear(3, 5), torch.randn(4, 3), loss=mean_square, optimizer="sgd")
     assert fake.storages == real.storages
     assert model.weight.grad is None
 
@@ -110,8 +110,8 @@ def test_model_built_on_fake_tensors() -> None:
 def test_optimizer_under_a_scheduler() -> None:
     model, optimizer, batch = trained()
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 10)
-    plain = capture(model, batch, loss=mean_square, optimizer="adam")
-    trace = capture(model, batch, loss=mean_square, optimizer=optimizer)
+    plain = trace_model(model, batch, loss=mean_square, optimizer="adam")
+    trace = trace_model(model, batch, loss=mean_square, optimizer=optimizer)
     assert [p.state_elements for p in trace.parameters] == [
         p.state_elements for p in plain.parameters
     ]
@@ -128,7 +128,7 @@ def test_parameter_groups() -> None:
         ],
         lr=0.1,
     )
-    trace = capture(model, torch.randn(3, 4), loss=mean_square, optimizer=optimizer)
+    trace = trace_model(model, torch.randn(3, 4), loss=mean_square, optimizer=optimizer)
     assert {p.name: p.state_elements for p in trace.parameters} == {
         "0.weight": (24,),
         "0.bias": (6,),
@@ -153,7 +153,7 @@ def test_optimizer_with_attributes_and_hooks_of_its_own() -> None:
     optimizer = Scaled(model.parameters(), lr=0.1)
     called: list[Any] = []
     optimizer.register_step_post_hook(lambda *_: called.append(1))
-    trace = capture(model, torch.randn(3, 4), loss=mean_square, optimizer=optimizer)
+    trace = trace_model(model, torch.randn(3, 4), loss=mean_square, optimizer=optimizer)
     scalings = [op for op in trace.ops if op.name == "aten.mul_"]
     assert [op.phase for op in scalings] == [Phase.OPTIMIZER] * 2
     assert not called

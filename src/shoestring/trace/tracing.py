@@ -48,7 +48,7 @@ from .untouched import nothing_changes
 Loss = Callable[[nn.Module, Any], torch.Tensor]
 
 
-def capture(
+def trace_model(
     model: nn.Module,
     batch: Any,
     *,
@@ -63,7 +63,7 @@ def capture(
     are other modules that the loss uses.
     """
     if device not in ("cpu", "cuda"):
-        raise InputError(f"no accounting for device {device!r}", hint="use 'cpu' or 'cuda'")
+        raise InputError(f"unknown device {device!r}", hint="cpu or cuda")
     check_trainable(model)
 
     def trace(answers: Answers | None) -> Trace:
@@ -83,14 +83,14 @@ def _traced(
     fake_mode = mode_of(model) or FakeTensorMode(allow_non_fake_inputs=True)
     with warnings.catch_warnings(), nothing_changes(model, loss):
         warnings.simplefilter("ignore")
-        twin, mapping = fake_model(model, fake_mode)
+        fake, mapping = fake_model(model, fake_mode)
         data = fake_batch(batch, fake_mode)
-        fake_optimizer = make_optimizer(optimizer, twin, mapping)
+        fake_optimizer = make_optimizer(optimizer, fake, mapping)
         within = update_in_backward(model, mapping)
         if device == "cuda" and fake_optimizer is not None:
             default_to_foreach(fake_optimizer)
         recorder, outside = Recorder(), Outside(fake_mode, answers=answers)
-        asked = nullcontext() if answers is None else answers.following(twin)
+        asked = nullcontext() if answers is None else answers.following(fake)
         kernels: AbstractContextManager[Any] = CudaKernels() if device == "cuda" else nullcontext()
         with (
             named_failures(recorder),
@@ -99,11 +99,11 @@ def _traced(
             fake_mode,
             outside,
             kernels,
-            recorder.following(twin),
+            recorder.following(fake),
             recorder,
         ):
-            step = _record_step(recorder, twin, data, loss, fake_optimizer, within)
-    return freeze(recorder, twin, fake_optimizer, step, device)
+            step = _record_step(recorder, fake, data, loss, fake_optimizer, within)
+    return freeze(recorder, fake, fake_optimizer, step, device)
 
 
 @contextmanager
@@ -171,7 +171,7 @@ def line_of(error: BaseException) -> str:
 
 
 class RecordedStep:
-    """What a recorded step leaves behind for freezing: which tensor was what."""
+    """The role of each tensor of a recorded step, for `freeze`."""
 
     def __init__(self) -> None:
         self.loss_value = -1
@@ -188,7 +188,7 @@ class RecordedStep:
     def note_moved(self, model: nn.Module, before: list[Held], run: Callable[[], Any]) -> None:
         """Which modules the forward pass changes every time; what only the first fills is a cache.
 
-        `before` is of before the pass; `run` runs it once more.
+        `before` is of before the pass; `run` repeats it.
         """
         if moved_modules(model, before):
             again = [held_by(module) for module in model.modules()]
@@ -291,7 +291,13 @@ def _record_step(
 
 
 def check_trainable(model: nn.Module) -> None:
-    """Something must require a gradient."""
+    """It must be a module, and something in it must require a gradient."""
+    if not isinstance(model, nn.Module):
+        given = model.__name__ if isinstance(model, type) else f"a {type(model).__name__}"
+        raise InputError(
+            f"the model must be a torch.nn.Module, got {given}",
+            hint="build it first: model = MyModel(); only the command line takes names",
+        )
     parameters = list(model.parameters())
     if not any(p.requires_grad for p in parameters):
         raise InputError(
@@ -402,7 +408,7 @@ def freeze(
 
 
 def role_by_life(record: StorageRecord, backward_start: int) -> Role:
-    """What a storage with no name is for, by when it was made and how long it lived."""
+    """The role of an unnamed storage, by when it was made and how long it lived."""
     if record.death is None:
         return Role.BUFFER
     if record.phase is Phase.OPTIMIZER:

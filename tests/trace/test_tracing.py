@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shoestring.trace.capture import capture
 from shoestring.trace.graph import Op, Phase, Role, Trace
+from shoestring.trace.tracing import trace_model
 
 
 def mean_square(model: nn.Module, batch: Any) -> Tensor:
@@ -20,7 +20,7 @@ def mean_square(model: nn.Module, batch: Any) -> Tensor:
 
 def trace_of(forward: Callable[..., Tensor], *shape: int, **modules: nn.Module) -> Trace:
     """The trace of a model with these modules and this forward, on a batch of this shape."""
-    return capture(Written(forward, **modules), torch.randn(*shape), loss=mean_square)
+    return trace_model(Written(forward, **modules), torch.randn(*shape), loss=mean_square)
 
 
 class Written(nn.Module):
@@ -71,7 +71,7 @@ def check_consistent(trace: Trace) -> None:
 
 def test_a_linear_layer_by_hand() -> None:
     model = nn.Linear(3, 5)
-    trace = capture(model, torch.randn(4, 3), loss=mean_square, optimizer="adam")
+    trace = trace_model(model, torch.randn(4, 3), loss=mean_square, optimizer="adam")
     check_consistent(trace)
     assert role_bytes(trace, Role.MODEL) == 4 * (15 + 5)
     assert role_bytes(trace, Role.GRADIENT) == 4 * (15 + 5)
@@ -89,7 +89,7 @@ def test_a_linear_layer_by_hand() -> None:
 
 def test_step_counts_lie_in_host_memory_on_cuda() -> None:
     model = nn.Linear(3, 5)
-    trace = capture(model, torch.randn(4, 3), loss=mean_square, optimizer="adam", device="cuda")
+    trace = trace_model(model, torch.randn(4, 3), loss=mean_square, optimizer="adam", device="cuda")
     live = [s for s in trace.storages if s.role is Role.OPTIMIZER_STATE and s.birth < s.death]
     assert sum(storage.nbytes for storage in live) == 2 * 4 * (15 + 5)
 
@@ -104,7 +104,7 @@ def test_several_inputs() -> None:
             return self.left(a) * self.right(b)
 
     batch = (torch.randn(4, 3), torch.randn(4, 5), torch.randint(2, (4,)))
-    trace = capture(Pair(), batch, loss=lambda m, b: F.cross_entropy(m(b[0], b[1]), b[2]))
+    trace = trace_model(Pair(), batch, loss=lambda m, b: F.cross_entropy(m(b[0], b[1]), b[2]))
     assert len(trace.inputs) == 3
     assert role_bytes(trace, Role.INPUT) == 4 * (12 + 20) + 8 * 4
     assert {op.module for op in named(trace, "addmm")} == {"left", "right"}
@@ -117,7 +117,7 @@ def test_nested_dictionary_of_inputs() -> None:
         assert batch["y"][1] == "a name"
         return F.mse_loss(model(batch["x"]["a"]) / batch["n"], batch["y"][0])
 
-    trace = capture(nn.Linear(3, 2), batch, loss=loss)
+    trace = trace_model(nn.Linear(3, 2), batch, loss=loss)
     assert role_bytes(trace, Role.INPUT) == 4 * (12 + 8)
 
 
@@ -128,12 +128,12 @@ def test_inputs_that_share_memory_count_once() -> None:
     def loss(model: nn.Module, batch: Any) -> Tensor:
         return model(batch[0]).mean() + model(batch[1]).mean()
 
-    assert role_bytes(capture(model, (tokens, tokens), loss=loss), Role.INPUT) == 27 * 8
+    assert role_bytes(trace_model(model, (tokens, tokens), loss=loss), Role.INPUT) == 27 * 8
     shifted = (tokens[:, :-1], tokens[:, 1:])
-    assert role_bytes(capture(model, shifted, loss=loss), Role.INPUT) == 27 * 8
+    assert role_bytes(trace_model(model, shifted, loss=loss), Role.INPUT) == 27 * 8
     # Of a slice of a larger tensor, what the batch shows.
     rows = torch.randint(7, (100, 9))[10:13]
-    assert role_bytes(capture(model, (rows, rows), loss=loss), Role.INPUT) == 27 * 8
+    assert role_bytes(trace_model(model, (rows, rows), loss=loss), Role.INPUT) == 27 * 8
 
 
 def test_tied_weight_counts_once() -> None:
@@ -147,7 +147,7 @@ def test_tied_weight_counts_once() -> None:
         def forward(self, tokens: Tensor) -> Tensor:
             return self.head(self.embedding(tokens))
 
-    trace = capture(Tied(), torch.randint(11, (2, 3)), loss=mean_square, optimizer="sgd")
+    trace = trace_model(Tied(), torch.randint(11, (2, 3)), loss=mean_square, optimizer="sgd")
     assert [p.name for p in trace.parameters] == ["embedding.weight"]
     for role in (Role.MODEL, Role.GRADIENT, Role.OPTIMIZER_STATE):
         assert role_bytes(trace, role) == 4 * 44
@@ -165,7 +165,7 @@ def test_module_called_twice() -> None:
 
 def test_nested_modules_are_named() -> None:
     model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 2))
-    trace = capture(model, torch.randn(3, 4), loss=mean_square)
+    trace = trace_model(model, torch.randn(3, 4), loss=mean_square)
     assert [op.module for op in named(trace, "addmm")] == ["0.0", "1"]
     assert [op.module for op in named(trace, "relu")] == ["0.1"]
     assert ("0", "Sequential") in trace.modules
@@ -174,7 +174,7 @@ def test_nested_modules_are_named() -> None:
 
 def test_backward_knows_the_forward_operation() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten())
-    trace = capture(model, torch.randn(2, 3, 8, 8), loss=mean_square)
+    trace = trace_model(model, torch.randn(2, 3, 8, 8), loss=mean_square)
     pairs = {"convolution": "0", "native_batch_norm": "1", "threshold": "2"}
     forward = {"threshold": "relu"}
     for name, module in pairs.items():
@@ -216,7 +216,7 @@ def test_views_share_their_value() -> None:
 def test_frozen_parameters() -> None:
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
     model[0].requires_grad_(False)
-    trace = capture(model, torch.randn(3, 4), loss=mean_square, optimizer="sgd")
+    trace = trace_model(model, torch.randn(3, 4), loss=mean_square, optimizer="sgd")
     assert {p.name: p.has_gradient for p in trace.parameters} == {
         "0.weight": False,
         "0.bias": False,
@@ -284,7 +284,7 @@ def test_scaled_dot_product_attention() -> None:
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_dropout_masks_hold_one_bit(device: str) -> None:
     model = nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.25))
-    trace = capture(model, torch.randn(3, 4), loss=mean_square, device=device)
+    trace = trace_model(model, torch.randn(3, 4), loss=mean_square, device=device)
     masks = [value for value in trace.values if value.information_bits == 1]
     kept = [v for v in masks if trace.storages[v.storage].role is Role.FORWARD_ACTIVATION]
     assert {value.numel for value in kept} == {18}
@@ -294,7 +294,7 @@ def test_dropout_masks_hold_one_bit(device: str) -> None:
 
 def test_no_mask_without_dropout() -> None:
     model = nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.25)).eval()
-    trace = capture(model, torch.randn(3, 4), loss=mean_square)
+    trace = trace_model(model, torch.randn(3, 4), loss=mean_square)
     assert not [value for value in trace.values if value.information_bits == 1]
 
 
@@ -312,7 +312,7 @@ def test_truth_values_hold_one_bit() -> None:
 
 def test_embedding_bag() -> None:
     model = nn.EmbeddingBag(50, 4, mode="mean")
-    trace = capture(model, torch.randint(50, (3, 7)), loss=mean_square)
+    trace = trace_model(model, torch.randint(50, (3, 7)), loss=mean_square)
     assert role_bytes(trace, Role.INPUT) == 8 * 21
     assert role_bytes(trace, Role.GRADIENT) == role_bytes(trace, Role.MODEL) == 4 * 200
 
@@ -426,7 +426,9 @@ def test_hugging_face_model_from_a_configuration() -> None:
     )
     model = transformers.LlamaForCausalLM(config)
     tokens = torch.randint(64, (2, 8))
-    trace = capture(model, {"input_ids": tokens, "labels": tokens}, loss=lambda m, b: m(**b).loss)
+    trace = trace_model(
+        model, {"input_ids": tokens, "labels": tokens}, loss=lambda m, b: m(**b).loss
+    )
     check_consistent(trace)
     assert role_bytes(trace, Role.INPUT) == 2 * 8 * 8
     assert role_bytes(trace, Role.MODEL) == sum(p.nbytes for p in model.parameters())

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from shoestring.errors import InputError, TraceError
-from shoestring.trace.capture import capture
+from shoestring.trace.tracing import trace_model
 
 
 def mean_square(model: nn.Module, batch: Any) -> Tensor:
@@ -18,7 +18,7 @@ def mean_square(model: nn.Module, batch: Any) -> Tensor:
 
 def test_nothing_to_train() -> None:
     with pytest.raises(InputError, match="none of the model's 2 parameters requires a gradient"):
-        capture(nn.Linear(4, 2).requires_grad_(False), torch.randn(3, 4), loss=mean_square)
+        trace_model(nn.Linear(4, 2).requires_grad_(False), torch.randn(3, 4), loss=mean_square)
 
 
 @pytest.mark.parametrize(
@@ -32,21 +32,23 @@ def test_nothing_to_train() -> None:
 )
 def test_losses_that_are_none(loss: Callable[..., Any], message: str) -> None:
     with pytest.raises(InputError, match=message) as caught:
-        capture(nn.Linear(4, 2), torch.randn(3, 4), loss=loss)
+        trace_model(nn.Linear(4, 2), torch.randn(3, 4), loss=loss)
     assert caught.value.hint
 
 
 def test_optimizer_of_another_model() -> None:
     optimizer = torch.optim.SGD(nn.Linear(4, 2).parameters(), lr=0.1)
     with pytest.raises(InputError, match="parameters that are not the model's"):
-        capture(nn.Linear(4, 2), torch.randn(3, 4), loss=mean_square, optimizer=optimizer)
+        trace_model(nn.Linear(4, 2), torch.randn(3, 4), loss=mean_square, optimizer=optimizer)
 
 
 def test_unknown_names() -> None:
     with pytest.raises(InputError, match="unknown optimizer 'sgdd'"):
-        capture(nn.Linear(4, 2), torch.randn(3, 4), loss=mean_square, optimizer="sgdd")
-    with pytest.raises(InputError, match="no accounting for device 'tpu'"):
-        capture(nn.Linear(4, 2), torch.randn(3, 4), loss=mean_square, device="tpu")
+        trace_model(nn.Linear(4, 2), torch.randn(3, 4), loss=mean_square, optimizer="sgdd")
+    with pytest.raises(InputError, match=r"must be a torch.nn.Module, got Linear"):
+        trace_model(nn.Linear, torch.randn(3, 4), loss=mean_square)
+    with pytest.raises(InputError, match="unknown device 'tpu'"):
+        trace_model(nn.Linear(4, 2), torch.randn(3, 4), loss=mean_square, device="tpu")
 
 
 def test_control_flow_by_value_names_the_module() -> None:
@@ -61,18 +63,18 @@ def test_control_flow_by_value_names_the_module() -> None:
     # Without weights no forward pass can tell what is read.
     model = nn.Sequential(nn.Linear(4, 2), nn.Sequential(Choosy())).to("meta")
     with pytest.raises(TraceError, match=r"^1\.0 reads the value of a tensor"):
-        capture(model, torch.randn(3, 4), loss=mean_square)
+        trace_model(model, torch.randn(3, 4), loss=mean_square)
     with pytest.raises(TraceError, match=r"^the model reads the value"):
-        capture(Selecting(4, 4).to("meta"), torch.randn(3, 4), loss=mean_square)
+        trace_model(Selecting(4, 4).to("meta"), torch.randn(3, 4), loss=mean_square)
     with pytest.raises(TraceError, match=r"^the loss reads the value"):
         model = nn.Linear(4, 2).to("meta")
-        capture(model, torch.randn(3, 4), loss=lambda m, b: m(b).sum() * b.sum().item())
+        trace_model(model, torch.randn(3, 4), loss=lambda m, b: m(b).sum() * b.sum().item())
 
 
 def test_failure_of_the_model_is_one_line() -> None:
     model = nn.Sequential(nn.Linear(4, 2))
     with pytest.raises(InputError, match=r"^the model failed on this batch: ") as caught:
-        capture(model, torch.randn(3, 5), loss=mean_square)
+        trace_model(model, torch.randn(3, 5), loss=mean_square)
     assert "\n" not in caught.value.message
     assert isinstance(caught.value.__cause__, RuntimeError)
     assert str(caught.value.__cause__).splitlines()[0] in caught.value.message
@@ -84,7 +86,7 @@ def test_failure_of_any_kind(kind: type[Exception]) -> None:
         raise kind("first line\nsecond line")
 
     with pytest.raises(InputError, match=r"the model failed on this batch: .*first line"):
-        capture(nn.Linear(4, 2), torch.randn(3, 4), loss=loss)
+        trace_model(nn.Linear(4, 2), torch.randn(3, 4), loss=loss)
 
 
 def test_failure_in_backward() -> None:
@@ -98,16 +100,16 @@ def test_failure_in_backward() -> None:
             raise RuntimeError("no gradient here")
 
     with pytest.raises(InputError, match="no gradient here"):
-        capture(nn.Linear(4, 2), torch.randn(3, 4), loss=lambda m, b: Broken.apply(m(b)).sum())
+        trace_model(nn.Linear(4, 2), torch.randn(3, 4), loss=lambda m, b: Broken.apply(m(b)).sum())
 
 
 def test_model_that_cannot_be_copied() -> None:
     model = nn.Linear(4, 2)
     model.stream = (number for number in range(3))
     with pytest.raises(TraceError, match="could not be copied"):
-        capture(model, torch.randn(3, 4), loss=mean_square)
+        trace_model(model, torch.randn(3, 4), loss=mean_square)
 
 
 def test_sparse_batch() -> None:
     with pytest.raises(InputError, match=r"no accounting for torch\.sparse_coo tensors"):
-        capture(nn.Linear(4, 2), torch.eye(4).to_sparse(), loss=mean_square)
+        trace_model(nn.Linear(4, 2), torch.eye(4).to_sparse(), loss=mean_square)

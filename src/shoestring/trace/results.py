@@ -1,0 +1,171 @@
+"""Results of operations on fake tensors that were seen before with operands of the same form.
+
+The blocks of a model run the same operations on tensors of the same shapes, and a plan is traced
+many times. PyTorch works a result out each time, or finds it by a key that takes as long to make.
+Here the form of a result (shape, strides, type, whose storage it is) is known by a short key after
+the first time; all that is out of the ordinary goes to PyTorch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..torch_private.fake_tensors import FakeTensor, make_fake
+
+_MOST = 100_000
+"""Forms that are kept; where there are more, all are forgotten."""
+_PLAIN = frozenset(
+    {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout,
+     torch.memory_format}
+)  # fmt: skip
+_NAMESPACES = ("aten", "shoestring")
+_TAGS = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output, torch.Tag.inplace_view}
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """How one result is made."""
+
+    operand: int
+    """Whose storage it lies in; -1 for its own."""
+    itself: bool
+    """It is that operand."""
+    shape: tuple[int, ...] = ()
+    stride: tuple[int, ...] = ()
+    offset: int = 0
+    dtype: torch.dtype = torch.float32
+    device: Any = None
+
+
+_known: dict[Any, tuple[bool, type | None, tuple[Any, ...]] | None] = {}
+"""Key → whether there are several results, of which type of list, and the form of each."""
+
+
+def result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The operation's result for fake tensors."""
+    operands: list[FakeTensor] = []
+    key = _key(func, args, kwargs, operands)
+    if key is None:
+        return func(*args, **kwargs)
+    found = _known.get(key)
+    if found is not None:
+        return _made(found, operands)
+    out = func(*args, **kwargs)
+    if key not in _known:
+        if len(_known) >= _MOST:
+            _known.clear()
+        unchanged = not func._schema.is_mutable or key == _key(func, args, kwargs, [])
+        _known[key] = _seen(out, operands) if unchanged else None
+    return out
+
+
+def _key(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: list[FakeTensor]
+) -> Any:
+    """Of the operation and the form of its operands; None where that does not tell the result."""
+    if func.namespace not in _NAMESPACES or torch.is_inference_mode_enabled():
+        return None
+    parts: list[Any] = [func, torch.get_default_dtype()]
+    seen: dict[int, int] = {}
+    if not _add(args, parts, operands, seen) or not _add(kwargs.values(), parts, operands, seen):
+        return None
+    if not operands or operands[0].fake_mode.shape_env is not None or not _tells(func):
+        return None
+    parts += kwargs
+    return tuple(parts)
+
+
+_telling: dict[Any, bool] = {}
+
+
+def _tells(func: Any) -> bool:
+    """Whether the result has a form that no value decides."""
+    found = _telling.get(func)
+    if found is None:
+        found = _telling[func] = _TAGS.isdisjoint(func.tags)
+    return found
+
+
+def _add(given: Any, parts: list[Any], operands: list[FakeTensor], seen: dict[int, int]) -> bool:
+    for each in given:
+        kind = each.__class__
+        if kind in _PLAIN:
+            parts.append(kind)
+            parts.append(each)
+        elif isinstance(each, FakeTensor):
+            if each.constant is not None or each.dtype.is_complex or each.layout != torch.strided:
+                return False
+            parts += (
+                seen.setdefault(id(each), len(operands)), each.shape, each.stride(),
+                each.dtype, each.storage_offset(), each.fake_device,
+            )  # fmt: skip
+            operands.append(each)
+        elif kind is list or kind is tuple:
+            parts.append(len(each))
+            if not _add(each, parts, operands, seen):
+                return False
+        else:
+            return False
+    return True
+
+
+def _seen(out: Any, operands: Sequence[FakeTensor]) -> Any:
+    """The forms of results; None for what must be worked out each time."""
+    several = isinstance(out, (list, tuple))
+    results = out if several else (out,)
+    if several and type(out) not in (list, tuple):
+        return None
+    itself = {id(operand): i for i, operand in reversed(list(enumerate(operands)))}
+    mine: dict[int, int] = {}
+    for i in sorted(itself.values()):
+        address = operands[i].untyped_storage()._cdata
+        mine[address] = -2 if address in mine else i  # of two operands: which one is not known
+    forms: list[Any] = []
+    own: set[int] = set()
+    for each in results:
+        if each.__class__ in _PLAIN:
+            forms.append(each)
+            continue
+        if not isinstance(each, FakeTensor) or each.constant is not None or each.dtype.is_complex:
+            return None
+        if each.layout != torch.strided or each.is_neg():
+            return None
+        if id(each) in itself:
+            forms.append(_Form(itself[id(each)], True))
+            continue
+        storage = each.untyped_storage()
+        at = mine.get(storage._cdata, -1)
+        if at == -2:
+            return None
+        form = _Form(
+            at, False, tuple(each.shape), each.stride(), int(each.storage_offset()), each.dtype,
+            each.fake_device,
+        )  # fmt: skip
+        if at < 0:
+            again = _one(form, operands)
+            if storage._cdata in own or again.untyped_storage().nbytes() != storage.nbytes():
+                return None
+            own.add(storage._cdata)
+        forms.append(form)
+    return several, type(out) if several else None, tuple(forms)
+
+
+def _made(found: tuple[bool, Any, tuple[Any, ...]], operands: Sequence[FakeTensor]) -> Any:
+    several, kind, forms = found
+    if not several:
+        return _one(forms[0], operands)
+    return kind(_one(form, operands) for form in forms)
+
+
+def _one(form: Any, operands: Sequence[FakeTensor]) -> Any:
+    if form.__class__ is not _Form:
+        return form
+    if form.itself:
+        return operands[form.operand]
+    storage = operands[form.operand].untyped_storage() if form.operand >= 0 else None
+    mode = operands[0].fake_mode
+    return make_fake(mode, form.device, form.shape, form.stride, form.dtype, storage, form.offset)
