@@ -1,6 +1,5 @@
 """Predicted and measured peaks of every architecture: within 1%, and no underestimate over 0.5%."""
 
-from collections.abc import Iterator
 from importlib.util import find_spec
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 from architectures import ARCHITECTURES, HUGGINGFACE_NAMES, Architecture
 from shoestring.memory.device import device_timeline
 from shoestring.memory.live.measure import measure
-from shoestring.trace.capture import capture
+from shoestring.trace.tracing import trace_model
 
 LARGEST_ERROR = 0.01
 LARGEST_UNDERESTIMATE = 0.005
@@ -34,22 +33,13 @@ CASES = [
 ]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Keep steps this small from waiting on each other's threads where cores are shared."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.mark.parametrize(("architecture", "optimizer", "divisor"), CASES)
 def test_peak(architecture: Architecture, optimizer: str, divisor: int) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = architecture.build()
         batch = architecture.batch(max(architecture.default_batch // divisor, 2))
-        trace = capture(model, batch, loss=architecture.loss, optimizer=optimizer)
+        trace = trace_model(model, batch, loss=architecture.loss, optimizer=optimizer)
         measured = measure(
             model, batch, loss=architecture.loss, optimizer=optimizer, warmup_steps=1
         )

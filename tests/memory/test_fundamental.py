@@ -22,9 +22,9 @@ from shoestring.memory.nodes import ForwardGraph, Gradient, Node, forward_graph,
 from shoestring.memory.schedule import recompute_flops, schedule
 from shoestring.step.profiling import profile
 from shoestring.techniques import Checkpointing, Precision, Sparsity
-from shoestring.trace.capture import capture
 from shoestring.trace.graph import Role, Trace
 from shoestring.trace.rules import Flow
+from shoestring.trace.tracing import trace_model
 from shoestring.units import format_size
 
 STRATEGIES = (
@@ -274,7 +274,7 @@ def test_random_graphs_agree_with_the_machine(seed: int) -> None:
 
 def activation_bytes(model: nn.Module, batch: object, loss: Callable, strategy: str) -> list[int]:
     """Live bytes at every instant, without the parameters and their gradients."""
-    trace = capture(model, batch, loss=loss)
+    trace = trace_model(model, batch, loss=loss)
     graph = forward_graph(trace)
     events = schedule(graph, strategy)
     table = fundamental_timeline(trace, graph, events)
@@ -418,7 +418,7 @@ def traced(name: str, batch: int) -> Trace:
     model = builtin(name)
     with FakeTensorMode(allow_non_fake_inputs=True):
         network, data = model.build(), model.batch(batch)
-    return capture(network, data, loss=model.loss, optimizer=model.default_optimizer)
+    return trace_model(network, data, loss=model.loss, optimizer=model.default_optimizer)
 
 
 def predicted(name: str, batch: int, *techniques: object) -> MemoryProfile:

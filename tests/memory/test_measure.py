@@ -1,7 +1,6 @@
 """A measured step: by hand, against the allocator's own events, and its errors."""
 
 import copy
-from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import pytest
@@ -14,15 +13,6 @@ from shoestring.errors import InputError
 from shoestring.memory.live.measure import measure, training_step
 from shoestring.trace.fakes import make_optimizer
 from tiers import slow_but
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Kernels take scratch memory for each of their threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def mean_square(model: nn.Module, batch: Any) -> Tensor:

@@ -16,9 +16,9 @@ from shoestring.lab.models import builtin
 from shoestring.lab.models.dynamic_conv import dc_transformer, label_smoothed_loss
 from shoestring.memory.model import memory_profile
 from shoestring.memory.nodes import ForwardGraph, Node, forward_graph
-from shoestring.trace.capture import capture
 from shoestring.trace.graph import Role
 from shoestring.trace.rules import Flow
+from shoestring.trace.tracing import trace_model
 
 ROWS = 16
 X_BYTES = ROWS * 8 * 4
@@ -26,7 +26,7 @@ X_BYTES = ROWS * 8 * 4
 
 
 def graph_of(model: nn.Module, batch: Any, loss: Callable | None = None) -> ForwardGraph:
-    return forward_graph(capture(model, batch, loss=loss or (lambda m, b: m(b).sum())))
+    return forward_graph(trace_model(model, batch, loss=loss or (lambda m, b: m(b).sum())))
 
 
 class Between(nn.Module):
@@ -138,7 +138,7 @@ def test_relu_keeps_a_bit_in_place_or_not(in_place: bool) -> None:
 def test_in_place_and_plain_relu_cost_the_same() -> None:
     peaks = {
         memory_profile(
-            capture(
+            trace_model(
                 Between(nn.ReLU(inplace=in_place)),
                 torch.zeros(ROWS, 8),
                 loss=lambda m, b: m(b).sum(),
@@ -232,7 +232,7 @@ def test_tied_weights_are_one_parameter() -> None:
         def forward(self, tokens: Tensor) -> Tensor:
             return self.scores(self.embedding(tokens))
 
-    trace = capture(
+    trace = trace_model(
         Tied(),
         torch.zeros(2, 5, dtype=torch.int64),
         loss=lambda m, b: m(b).sum(),

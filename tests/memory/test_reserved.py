@@ -7,7 +7,7 @@ from torch import nn
 from shoestring.memory.reserved import reserved
 from shoestring.planning.margin import LEAST, Margin
 from shoestring.planning.planner import Planner
-from shoestring.step.trace_step import capture_step
+from shoestring.step.trace_step import trace_plan
 from shoestring.techniques.plan import Plan
 
 MIB = 2**20
@@ -18,7 +18,7 @@ def trace_of(width=1024, rows=4096, depth=4):
         *(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(depth))
     )
     batch = torch.empty(rows, width, device="meta")
-    return capture_step(
+    return trace_plan(
         Plan(), model.to("meta"), batch, loss=lambda m, b: m(b).mean(), optimizer=None,
         device="cuda",
     )  # fmt: skip

@@ -13,7 +13,7 @@ from shoestring.errors import InputError
 from shoestring.lab.models import builtin
 from shoestring.memory.nodes import ForwardGraph, forward_graph
 from shoestring.memory.schedule import Kind, Segment, recompute_flops, schedule, segments
-from shoestring.trace.capture import capture
+from shoestring.trace.tracing import trace_model
 
 BATCH = 10
 
@@ -23,7 +23,7 @@ def wrn_28_2() -> ForwardGraph:
     model = builtin("wrn-28-2")
     with FakeTensorMode(allow_non_fake_inputs=True):
         network, data = model.build(), model.batch(BATCH)
-    return forward_graph(capture(network, data, loss=model.loss))
+    return forward_graph(trace_model(network, data, loss=model.loss))
 
 
 @cache
@@ -31,7 +31,7 @@ def mlp(layers: int = 6) -> ForwardGraph:
     """Linear and ReLU in turns, the loss a sum: no repeated block."""
     parts = [part for _ in range(layers) for part in (nn.Linear(4, 4), nn.ReLU())]
     return forward_graph(
-        capture(nn.Sequential(*parts), torch.zeros(2, 4), loss=lambda m, b: m(b).sum())
+        trace_model(nn.Sequential(*parts), torch.zeros(2, 4), loss=lambda m, b: m(b).sum())
     )
 
 

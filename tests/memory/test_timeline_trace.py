@@ -82,12 +82,15 @@ def test_memory_viz_reads_a_snapshot(tmp_path: Path) -> None:
 
 def test_results_show_in_a_notebook() -> None:
     model, batch = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), torch.zeros(2, 8)
-    how = {"loss": lambda m, b: m(b).sum(), "optimizer": "sgd"}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    how = {"loss": lambda m, b: m(b).sum(), "optimizer": optimizer}
     shown = [
         ss.profile(model, batch, **how),
         ss.plan(model, batch, budget="1 MB", **how),
         ss.explain(model, batch, **how),
+        ss.verify([ss.Microbatching(1)], model, [batch], **how, steps=1),
         CardFit(24 * 10**9, "24 GB", "L4", 10**9, None, None, 0, None),
     ]
     for result in shown:
         assert "<p>" in result._repr_html_() and "<table><tr>" in result._repr_html_()
+        assert repr(result) == str(result)  # as a shell shows it

@@ -18,8 +18,8 @@ from shoestring.memory.cuda.operands import Operands
 from shoestring.memory.cuda.reductions import reduction_bytes
 from shoestring.memory.cuda.workspaces import persistent, temporaries
 from shoestring.memory.device import device_timeline
-from shoestring.trace.capture import capture
 from shoestring.trace.graph import Role
+from shoestring.trace.tracing import trace_model
 
 TABLE = ConvolutionTable.shipped()
 CUBLAS_BYTES, CUBLAS_LT_BYTES = 32 * 2**20, 2**20
@@ -38,7 +38,7 @@ def _trace(model, *inputs, optimizer=None):
         out = model(*batch)
         return (out[0] if isinstance(out, tuple) else out).square().mean()
 
-    return capture(model, inputs, loss=loss, optimizer=optimizer, device="cuda")
+    return trace_model(model, inputs, loss=loss, optimizer=optimizer, device="cuda")
 
 
 def _temporaries(trace, name):
@@ -182,7 +182,7 @@ def test_a_peak_measured_on_the_device():
     mlp = ARCHITECTURES["mlp"]
     with FakeTensorMode(allow_non_fake_inputs=True):
         model, batch = mlp.build(), mlp.batch(65536)
-    trace = capture(model, batch, loss=mlp.loss, optimizer="sgd", device="cuda")
+    trace = trace_model(model, batch, loss=mlp.loss, optimizer="sgd", device="cuda")
     assert device_timeline(trace).totals.max() == pytest.approx(1_362_897_408, rel=0.001)
 
 

@@ -30,13 +30,13 @@ class DeviceRates:
     convolved_per_second: Mapping[str, float]
     bytes_per_second: float
     seconds_per_kernel: float
-    """What each kernel takes on the device beside its work."""
+    """Overhead of each kernel on the device."""
     seconds_per_launch: float
-    """What the host takes to start one."""
+    """Time the host needs to launch one."""
     link_bytes_per_second: float
     """Between the device and the host, each way while both are in use; of the CPU, to a disk."""
     efficiency: float
-    """What a network's products reach, of the best of one large product."""
+    """Rate of a network's matrix products, as a fraction of one large product's."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class RecurrentFit:
 
 @dataclass(frozen=True)
 class Gpu:
-    """What a prediction for CUDA must know of the GPU and its libraries."""
+    """Facts about a GPU and its libraries that a prediction for CUDA needs."""
 
     name: str
     multiprocessors: int
@@ -145,7 +145,7 @@ class Card:
 
     @property
     def usable_bytes(self) -> int:
-        """What can be reserved at most."""
+        """The most that can be reserved."""
         return self.total_bytes - self.context_bytes
 
 

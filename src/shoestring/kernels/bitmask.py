@@ -139,7 +139,7 @@ def block_starts(packed: torch.Tensor) -> Starts:
 
 
 def _layout(shape: Sequence[int], packed: torch.Tensor, channels_last: bool) -> dict[str, int]:
-    """What the kernels are made for."""
+    """The case the kernels are specialized for."""
     numel = math.prod(shape)
     return {
         "numel": numel,

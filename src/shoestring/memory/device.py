@@ -8,6 +8,8 @@ three times over, since what a step leaves in the cache shapes the blocks of the
 
 from __future__ import annotations
 
+import weakref
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -28,10 +30,24 @@ def device_timeline(trace: Trace, convolutions: ConvolutionTable | None = None) 
     On CUDA, bytes are those of allocator blocks, and WORKSPACE at an operation is what its
     temporaries add to the peak inside it. `convolutions` replaces the shipped calibration.
     """
+    if convolutions is not None:
+        return _made(trace, convolutions)
+    for known, timeline in _recent:
+        if known() is trace:
+            return timeline
+    timeline = _made(trace, ConvolutionTable.shipped())
+    _recent.append((weakref.ref(trace), timeline))
+    return timeline
+
+
+_recent: deque[tuple[weakref.ref[Trace], Timeline]] = deque(maxlen=2)
+"""Of the traces that were asked for last: a planner asks for the plain step's several times."""
+
+
+def _made(trace: Trace, convolutions: ConvolutionTable) -> Timeline:
     labels = [(op.name, str(op.phase), op.module) for op in trace.ops]
     if trace.device == "cuda":
-        replay = Replay(trace, convolutions or ConvolutionTable.shipped(), CachingAllocator())
-        return build(replay.run(), labels)
+        return build(Replay(trace, convolutions, CachingAllocator()).run(), labels)
     changes: list[Change] = []
     for storage in trace.storages:
         if storage.birth >= storage.death or not storage.nbytes:
@@ -41,6 +57,32 @@ def device_timeline(trace: Trace, convolutions: ConvolutionTable | None = None) 
     return build(changes, labels)
 
 
+class Events:
+    """Allocations and frees of a trace's operations, in order: the same for every replay."""
+
+    def __init__(self, trace: Trace, convolutions: ConvolutionTable) -> None:
+        count = len(trace.ops)
+        self.born: list[list[Storage]] = [[] for _ in range(count + 1)]
+        self.dying: list[list[Storage]] = [[] for _ in range(count + 1)]
+        self.state: list[Storage] = []
+        self.before: list[Storage] = []
+        """There before the step, but for the optimizer's state."""
+        for storage in trace.storages:
+            if storage.birth >= storage.death or not storage.nbytes:
+                continue
+            if storage.birth >= 0:
+                self.born[storage.birth].append(storage)
+                self.dying[min(storage.death, count)].append(storage)
+            elif storage.role is Role.OPTIMIZER_STATE:
+                self.state.append(storage)
+            else:
+                self.before.append(storage)
+        self.temporaries: list[tuple[Temporary, ...]] = [
+            temporaries(op, convolutions) for op in trace.ops
+        ]
+        self.workspaces = persistent(trace)
+
+
 @dataclass
 class Replay:
     """Steps of a trace run through a simulated allocator."""
@@ -48,35 +90,27 @@ class Replay:
     trace: Trace
     convolutions: ConvolutionTable
     allocator: Allocator
+    events: Events | None = None
+    """Of the same trace, where another replay has them."""
 
     def __post_init__(self) -> None:
-        trace, count = self.trace, len(self.trace.ops)
-        self._born: list[list[Storage]] = [[] for _ in range(count + 1)]
-        self._dying: list[list[Storage]] = [[] for _ in range(count + 1)]
-        self.state: list[Storage] = []
+        self.events = events = self.events or Events(self.trace, self.convolutions)
+        self._born, self._dying = events.born, events.dying
+        self._temporaries = events.temporaries
+        self.state, self.workspaces = events.state, events.workspaces
         self._resident: list[tuple[int, Role, str]] = []
         self._held: dict[int, int] = {}
-        for storage in trace.storages:
-            if storage.birth >= storage.death or not storage.nbytes:
-                continue
-            if storage.birth >= 0:
-                self._born[storage.birth].append(storage)
-                self._dying[min(storage.death, count)].append(storage)
-            elif storage.role is Role.OPTIMIZER_STATE:
-                self.state.append(storage)
-            else:
-                self._keep(storage.nbytes, storage.role, storage.module)
-        self._temporaries: list[tuple[Temporary, ...]] = [
-            temporaries(op, self.convolutions) for op in trace.ops
-        ]
-        self.workspaces = persistent(trace)
+        self._changes: list[Change] | None = None
+        for storage in events.before:
+            self._keep(storage.nbytes, storage.role, storage.module)
 
     def run(self) -> list[Change]:
         """Block sizes of the last step as changes of live bytes."""
         changes: list[Change] = []
         for step in range(STEPS):
             first = step == 0
-            changes = self.step(self.workspaces if first else (), self.state if first else [])
+            seen = changes if step == STEPS - 1 else None
+            self.step(self.workspaces if first else (), self.state if first else [], changes=seen)
         for handle, role, module in self._resident:
             nbytes = self.allocator.block_bytes(handle)
             changes.append(Change(0, nbytes, role, module))
@@ -91,37 +125,37 @@ class Replay:
         state: list[Storage],
         update: Callable[[], None] = lambda: None,
         share: float = 1.0,
-    ) -> list[Change]:
+        changes: list[Change] | None = None,
+    ) -> None:
         """One step; what is kept for good appears in it, and `update` runs at its end.
 
-        Tensors have only a share of their bytes where a smaller part of the batch runs.
+        Tensors have only a share of their bytes where a smaller part of the batch runs. `changes`
+        is given the changes of live bytes.
         """
-        self._share = share
+        self._share, self._changes = share, changes
         allocator = self.allocator
-        changes: list[Change] = []
         first_use: dict[int, list[Persistent]] = {}
         for workspace in kept:
             first_use.setdefault(workspace.operation, []).append(workspace)
         awaiting_state = bool(state)
         for index, op in enumerate(self.trace.ops):
-            self._release(index, changes)
+            self._release(index)
             if awaiting_state and op.phase is Phase.OPTIMIZER:
                 awaiting_state = False
                 for storage in state:
                     self._keep(storage.nbytes, storage.role, storage.module)
             for workspace in first_use.get(index, ()):
                 self._keep(workspace.nbytes, Role.WORKSPACE, "")
-            peak = self._operate(index, changes)
+            peak = self._operate(index)
             excess = peak - allocator.allocated_bytes
-            if excess > 0:
+            if excess > 0 and changes is not None:
                 changes.append(Change(index, excess, Role.WORKSPACE, op.module))
                 changes.append(Change(index + 1, -excess, Role.WORKSPACE, op.module))
         if awaiting_state:
             for storage in state:
                 self._keep(storage.nbytes, storage.role, storage.module)
         update()
-        self._release(len(self.trace.ops), changes)
-        return changes
+        self._release(len(self.trace.ops))
 
     def drop_workspaces(self) -> None:
         """Give back what libraries keep."""
@@ -129,35 +163,37 @@ class Replay:
             if role is Role.WORKSPACE:
                 self.allocator.free(handle)
 
-    def _operate(self, index: int, changes: list[Change]) -> int:
+    def _operate(self, index: int) -> int:
         """Allocate an operation's results and temporaries as it would; return the peak inside."""
         allocator, results = self.allocator, iter(self._born[index])
         allocator.reset_peak()
         made = 0
         for temporary in self._temporaries[index]:
             while made < temporary.results and (storage := next(results, None)) is not None:
-                self._make(storage, changes)
+                self._make(storage)
                 made += 1
             handles = [allocator.allocate(self._scaled(nbytes)) for nbytes in temporary.nbytes]
             for handle in handles:
                 allocator.free(handle)
         for storage in results:
-            self._make(storage, changes)
+            self._make(storage)
         return allocator.peak_allocated_bytes
 
     def _scaled(self, nbytes: int) -> int:
         return nbytes if self._share == 1 else int(nbytes * self._share)
 
-    def _make(self, storage: Storage, changes: list[Change]) -> None:
+    def _make(self, storage: Storage) -> None:
         own = storage.role is Role.GRADIENT
         handle = self.allocator.allocate(storage.nbytes if own else self._scaled(storage.nbytes))
         self._held[storage.index] = handle
-        nbytes = self.allocator.block_bytes(handle)
-        changes.append(Change(storage.birth, nbytes, storage.role, storage.module))
+        if self._changes is not None:
+            nbytes = self.allocator.block_bytes(handle)
+            self._changes.append(Change(storage.birth, nbytes, storage.role, storage.module))
 
-    def _release(self, index: int, changes: list[Change]) -> None:
+    def _release(self, index: int) -> None:
         for storage in self._dying[index]:
             handle = self._held.pop(storage.index)
-            nbytes = self.allocator.block_bytes(handle)
-            changes.append(Change(index, -nbytes, storage.role, storage.module))
+            if self._changes is not None:
+                nbytes = self.allocator.block_bytes(handle)
+                self._changes.append(Change(index, -nbytes, storage.role, storage.module))
             self.allocator.free(handle)

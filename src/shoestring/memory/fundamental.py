@@ -10,6 +10,9 @@ state are there all the time.
 
 Departure: the report leaves out what a forward pass needs only for a moment. It is counted here
 (`transient`); it never decides the peak of the report's own settings.
+
+A tensor that a technique keeps on the host is live while the forward pass reads it. It is
+live again while backward reads the one before it and then itself: two at a time.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from dataclasses import dataclass, field
 from ..trace.graph import Role, Trace
 from ..trace.rules import Flow
 from .nodes import ForwardGraph
-from .schedule import Event, Kind, statistics_bytes
+from .schedule import Event, Kind, kept_away, statistics_bytes
 from .storage import IndexFormat, dense_bytes, nonzero_count, sparse_bytes
 from .timeline import Change, Timeline, build
 
@@ -64,30 +67,27 @@ def fundamental_timeline(trace: Trace, graph: ForwardGraph, events: list[Event])
         Change(0, resident.optimizer_state_bytes, Role.OPTIMIZER_STATE, ""),
         Change(0, statistics_bytes(graph, events), Role.FORWARD_ACTIVATION, ""),
     ]
-    changes += _forward_changes(graph, events)
+    away = kept_away(graph, trace.checkpoint, trace.on_host)
+    changes += _forward_changes(graph, events, away)
     changes += backward_changes(graph, events)
     labels = [(graph.nodes[e.node].name, str(e.kind), graph.nodes[e.node].module) for e in events]
     return build(changes, labels)
 
 
-def _forward_changes(graph: ForwardGraph, events: list[Event]) -> list[Change]:
+def _forward_changes(
+    graph: ForwardGraph, events: list[Event], away: frozenset[int] = frozenset()
+) -> list[Change]:
     """A key is live from its writing to its last reading before it is written again.
 
     The batch counts from the first event that reads it; before, it is the data loader's.
     """
-    changes: list[Change] = []
+    lives: list[tuple[int, int, int]] = []
     first_read: dict[int, int] = {}
     last_read: dict[int, int] = {}
-    first_backward = next((i for i, e in enumerate(events) if e.kind is Kind.BACKWARD), len(events))
 
     def live(key: int, start: int, stop: int) -> None:
-        size = graph.key_bytes[key]
-        if size and stop >= start:
-            kept = stop >= first_backward
-            role = Role.FORWARD_ACTIVATION if kept else Role.TRANSIENT
-            module = graph.key_module[key]
-            changes.append(Change(start, size, role, module))
-            changes.append(Change(stop + 1, -size, role, module))
+        if graph.key_bytes[key] and stop >= start:
+            lives.append((key, start, stop))
 
     for instant in range(len(events) - 1, -1, -1):
         event = events[instant]
@@ -112,7 +112,37 @@ def _forward_changes(graph: ForwardGraph, events: list[Event]) -> list[Change]:
             first_read[key] = instant
     for key, stop in last_read.items():
         live(key, first_read[key], stop)
+    changes: list[Change] = []
+    first_backward = next((i for i, e in enumerate(events) if e.kind is Kind.BACKWARD), len(events))
+    for key, start, stop in _without_gaps(events, lives, away) if away else lives:
+        role = Role.FORWARD_ACTIVATION if stop >= first_backward else Role.TRANSIENT
+        size, module = graph.key_bytes[key], graph.key_module[key]
+        changes.append(Change(start, size, role, module))
+        changes.append(Change(stop + 1, -size, role, module))
     return changes
+
+
+def _without_gaps(
+    events: list[Event], lives: list[tuple[int, int, int]], away: frozenset[int]
+) -> list[tuple[int, int, int]]:
+    """Lives of keys, less the time between the passes of those that are on the host then."""
+    turn = next((i for i, e in enumerate(events) if e.kind is not Kind.FORWARD), len(events))
+    reads: dict[int, list[int]] = {key: [] for key in away}
+    for instant, event in enumerate(events):
+        for key in away.intersection(event.reads):
+            reads[key].append(instant)
+    made, back = [], []
+    for key, start, stop in lives:
+        if key not in away or start >= turn or stop < turn:
+            made.append((key, start, stop))
+            continue
+        made.append((key, start, max((i for i in reads[key] if i < turn), default=start)))
+        back.append((min(i for i in reads[key] if i >= turn), key, stop))
+    ahead = turn
+    for read, key, stop in sorted(back):
+        made.append((key, ahead, stop))
+        ahead = read
+    return made
 
 
 @dataclass

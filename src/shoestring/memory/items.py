@@ -1,4 +1,4 @@
-"""What to do with each block of a model, as a value and as text.
+"""The items of a schedule: how each block is recomputed, as a value and as text.
 
 A sequence of items, one after the other. An item is a *leaf*, one block that keeps all that
 backward reads ("keep"), all but outputs of normalizations and activations ("cheap"), all but

@@ -30,7 +30,7 @@ class MemoryProfile:
     device: str
     timeline: Timeline = field(repr=False)
     bytes_by_role: Mapping[Role, int]
-    """What is live at the peak; the roles add up to it."""
+    """Live bytes at the peak; the roles add up to it."""
     bytes_by_module: Mapping[str, int] = field(repr=False)
     peak_bytes: int
     peak_operation: str
@@ -124,6 +124,8 @@ class MemoryProfile:
         if self.recompute_flops:
             parts.append(f"recomputes {format_flops(self.recompute_flops)}")
         return " · ".join(parts)
+
+    __repr__ = __str__
 
 
 def memory_profile(trace: Trace, accounting: str = "fundamental") -> MemoryProfile:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 
@@ -40,7 +40,7 @@ _STYLE = """
 class Picture:
     """A drawing as SVG text; notebooks show it, and `save` writes it."""
 
-    svg: str
+    svg: str = field(repr=False)
 
     def save(self, file: str | Path) -> None:
         """Write an SVG file."""
@@ -102,7 +102,7 @@ def draw_curves(
 
 
 def draw_timeline(timeline: Timeline, title: str) -> Picture:
-    """What is live at each instant by role, stacked, and where the peak is."""
+    """Live bytes at each instant by role, stacked, with the peak marked."""
     totals = timeline.totals
     frame = _Frame(int(totals.max(initial=1)))
     parts = frame.axes("operations of one training step, first to last")
@@ -185,19 +185,20 @@ def _picture(
     for name, color in names:
         wide = 34 + 7.0 * len(name)
         if x + wide > WIDTH and x > _LEFT:
-            x, y = _LEFT, y + 14
+            x, y = _LEFT, y + 17
         legend.append(
             f'<rect x="{x}" y="{y - 10}" width="11" height="11" rx="2" '
             f'style="fill:var(--{color})"/><text x="{x + 16}" y="{y}">{escape(name)}</text>'
         )
         x += int(wide)
+    down = y - 42  # a legend of two lines moves the plot
     told = "; ".join([title, *(name for name, _ in names), *([note] if note else [])])
     return Picture(
         '<svg xmlns="http://www.w3.org/2000/svg" class="shoestring" '
-        f'viewBox="0 0 {WIDTH} {HEIGHT}" '
-        f'width="{WIDTH}" height="{HEIGHT}" role="img" aria-label="{escape(told)}">'
+        f'viewBox="0 0 {WIDTH} {HEIGHT + down}" '
+        f'width="{WIDTH}" height="{HEIGHT + down}" role="img" aria-label="{escape(told)}">'
         f"<style>{_STYLE}</style>"
-        f'<rect width="{WIDTH}" height="{HEIGHT}" rx="6" style="fill:var(--paper)"/>'
+        f'<rect width="{WIDTH}" height="{HEIGHT + down}" rx="6" style="fill:var(--paper)"/>'
         f'<text class="title" x="{_LEFT}" y="20">{escape(title)}</text>'
-        f"{''.join(parts)}{''.join(legend)}</svg>\n"
+        f'<g transform="translate(0 {down})">{"".join(parts)}</g>{"".join(legend)}</svg>\n'
     )

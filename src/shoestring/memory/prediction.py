@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Prediction:
-    """What one step is predicted to take, by which accounting and which costs."""
+    """Predicted bytes and seconds of one step, with the accounting and the costs used."""
 
     peak_bytes: int
     accounting: str
@@ -19,16 +19,16 @@ class Prediction:
     costs: str | None = None
     """Where the seconds come from."""
     scratch_bytes: int = 0
-    """What kernels on the CPU take beside tensors, and techniques keep unseen, at most; CUDA's are
+    """Upper bound for scratch of CPU kernels and for memory no trace shows; CUDA's are
     in `peak_bytes`."""
     reserved_bytes: int = 0
-    """What CUDA's allocator takes from the card for it; 0 where that is not asked."""
+    """Bytes CUDA's allocator reserves for it; 0 where that was not predicted."""
     captured: bool = False
     """Whether the step is taken to run as one CUDA graph."""
     graph_bytes: int = 0
-    """What would be reserved if it did; 0 where it cannot, or is not asked."""
+    """Bytes it would reserve as a CUDA graph; 0 where it cannot, or was not predicted."""
     link_bytes: int = 0
-    """What comes from the host and goes back there."""
+    """Bytes that are copied from the host and back."""
     link_seconds: float = 0.0
     """How long that takes."""
     hidden_seconds: float = 0.0
@@ -39,7 +39,7 @@ class Prediction:
 
     @property
     def needed_bytes(self) -> int:
-        """What a budget must hold: the allocator's peak, on CUDA with what it holds in reserve."""
+        """Bytes a budget must have: the allocator's peak; on CUDA, reserved bytes."""
         return max(self.peak_bytes + self.scratch_bytes, self.reserved_bytes)
 
     def as_dict(self) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""What CUDA's allocator takes from the card: more than is ever allocated at once.
+"""Bytes that CUDA's allocator reserves: more than is ever allocated at once.
 
 Freed blocks lie between others, and a request that fits into none of them takes new pages. So a
 step is replayed through the simulated allocator with expandable segments, as a step under a budget
-runs: as the first step, which makes the optimizer's state, once more, and then as it is captured as
+runs: the first step, which makes the optimizer's state, a second one, and then captured as
 a CUDA graph, whose memory is a pool of its own.
 """
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from ..trace.graph import Role, Trace
 from .cuda.allocator import ExpandableAllocator
 from .cuda.cudnn import ConvolutionTable
-from .device import Replay
+from .device import Events, Replay
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Reserved:
 
     eager_bytes: int
     captured_bytes: int
-    """From the capture on; the two eager steps before it are held to this."""
+    """From the capture on; the two eager steps before it are held to this. 0 if not asked for."""
 
 
 def reserved(
@@ -34,23 +34,30 @@ def reserved(
     state_first: bool = False,
     rest: float = 0.0,
     limit_bytes: int | None = None,
+    capturable: bool = True,
 ) -> Reserved:
     """For the passes of a step, an update that keeps tensors of these sizes and needs some more.
 
     `state_first`: those tensors are made before the first pass. `rest`: the share of a part that
     the last, smaller one of a minibatch is. `limit_bytes`: what steps are held to that run before
-    the capture.
+    the capture. `capturable`: whether there is one at all.
     """
-    eager = _Eager(trace, state, passing_bytes, state_first, rest, None).steps()
-    first = _Eager(trace, state, passing_bytes, state_first, rest, limit_bytes)
+    events = Events(trace, ConvolutionTable.shipped())
+    first = _Eager(trace, state, passing_bytes, state_first, rest, None, events)
     main = first.steps()
+    eager_bytes = main.peak_reserved_bytes
+    if not capturable:
+        return Reserved(eager_bytes, 0)
+    if limit_bytes is not None and main.peak_asked_bytes > limit_bytes:
+        first = _Eager(trace, state, passing_bytes, state_first, rest, limit_bytes, events)
+        main = first.steps()
     first.replay.drop_workspaces()
     for storage in trace.storages:
         if storage.role is Role.INPUT and storage.birth < 0:  # a graph has a copy of the batch
             main.allocate(storage.nbytes)
     main.empty_cache()
     own = ExpandableAllocator()
-    captured = Replay(trace, ConvolutionTable.shipped(), own)
+    captured = Replay(trace, ConvolutionTable.shipped(), own, events)
     outside = own.reserved_bytes  # parameters and the like are not in the graph's pool
 
     def update() -> None:
@@ -60,7 +67,7 @@ def reserved(
     if rest:
         captured.step((), [], share=rest)
     pool = main.reserved_bytes + own.reserved_bytes - outside
-    return Reserved(eager.peak_reserved_bytes, max(pool, main.peak_reserved_bytes))
+    return Reserved(eager_bytes, max(pool, main.peak_reserved_bytes))
 
 
 class _Eager:
@@ -74,9 +81,10 @@ class _Eager:
         state_first: bool,
         rest: float,
         limit_bytes: int | None,
+        events: Events,
     ) -> None:
         self._allocator = ExpandableAllocator(limit_bytes)
-        self.replay = Replay(trace, ConvolutionTable.shipped(), self._allocator)
+        self.replay = Replay(trace, ConvolutionTable.shipped(), self._allocator, events)
         self._passing_bytes, self._rest = passing_bytes, rest
         self._state = () if state_first else state
         for nbytes in state if state_first else ():

@@ -20,7 +20,7 @@ from .nodes import ForwardGraph, Gradient, Node
 
 
 class Kind(StrEnum):
-    """What an event does."""
+    """The kinds of events."""
 
     FORWARD = "forward"
     RECOMPUTE = "recompute"
@@ -158,6 +158,18 @@ def schedule(graph: ForwardGraph, strategy: str) -> list[Event]:
     return builder.events
 
 
+def kept_away(graph: ForwardGraph, strategy: str, what: str) -> frozenset[int]:
+    """Keys that are on the host between the passes: "inputs" of what is recomputed, or "all"."""
+    if what == "all":
+        return frozenset(graph.producer)
+    if not what:
+        return frozenset()
+    root, builder = segments(graph, strategy), _Builder(graph)
+    outer = [segment for segment in root.children or [root] if segment.recompute]
+    given = (key for segment in outer for key in builder._from_outside(segment))
+    return frozenset(key for key in given if key in graph.producer)
+
+
 class _Builder:
     def __init__(self, graph: ForwardGraph) -> None:
         self.graph = graph
@@ -169,7 +181,7 @@ class _Builder:
             self._run(node, Kind.FORWARD)
 
     def hold(self, root: Segment) -> None:
-        """What can be read after the forward pass without running anything again."""
+        """Keys that can be read after the forward pass without recomputing anything."""
         for segment in root.children or [root]:
             if segment.recompute:
                 self.available.update(self._from_outside(segment))
@@ -215,9 +227,9 @@ class _Builder:
         self.events.append(Event(Kind.BACKWARD, node.index, gradient.reads, (), position))
 
     def _materialize(self, keys: Iterable[int], recording: Container[int] | None = None) -> None:
-        """Run again, in forward order, what it takes to have these keys.
+        """Recompute, in forward order, all that these keys need.
 
-        Records written on the way are held too, but for nodes that will run once more: given
+        Records written on the way are held too, except of nodes that will be recomputed: given
         `recording`, all others.
         """
         wanted = [k for k in keys if k in self.graph.producer and k not in self.available]

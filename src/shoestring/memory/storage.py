@@ -14,7 +14,7 @@ _ROW_POINTER_BITS = 32
 
 @dataclass(frozen=True)
 class SparseBytes:
-    """What a sparse tensor takes: the values of all its copies, and the index they share."""
+    """Bytes of a sparse tensor: the values of all its copies, and the index they share."""
 
     value_bytes: int
     index_bytes: int

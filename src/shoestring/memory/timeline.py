@@ -73,7 +73,7 @@ _RESIDENT = (
 
 
 def resident_bytes(timeline: Timeline) -> int:
-    """What is there all the time; not what the first operation needs for itself."""
+    """Bytes that are live all the time; without the first operation's own memory."""
     first = sum(c.nbytes for c in timeline.changes if c.instant == 0 and c.role in _RESIDENT)
     gone = (c for c in timeline.changes if c.instant == 1 and c.role is Role.WORKSPACE)
     return first + sum(c.nbytes for c in gone if c.nbytes < 0)

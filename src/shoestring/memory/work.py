@@ -1,4 +1,4 @@
-"""What a device has to do: operations, traffic, kernels. Costs turn it into seconds."""
+"""The work of a device: operations, traffic, kernels. Costs turn it into seconds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NARROW = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a device has to do: operations, traffic, kernels started."""
+    """The work of a device: operations, traffic, kernels launched."""
 
     flops: float = 0
     bytes_moved: float = 0
@@ -27,6 +27,8 @@ class Work:
     """Of the operations, those on numbers of 16 bits."""
     narrow_convolved: float = 0
     """Of convolutions, those on numbers of 16 bits."""
+    link: float = 0
+    """Bytes that go to the host in the forward pass, and come back in the backward pass."""
 
     def __add__(self, other: Work) -> Work:
         return Work(
@@ -36,6 +38,7 @@ class Work:
             self.convolved + other.convolved,
             self.narrow + other.narrow,
             self.narrow_convolved + other.narrow_convolved,
+            self.link + other.link,
         )
 
     def __sub__(self, other: Work) -> Work:
@@ -50,6 +53,7 @@ class Work:
             self.convolved * flops,
             self.narrow * flops,
             self.narrow_convolved * flops,
+            self.link * bytes_moved,
         )
 
 
@@ -58,16 +62,16 @@ Cost = Callable[[Work], float]
 
 
 def work_of(op: Op) -> Work:
-    """What one operation takes; BatchNorm reads its input twice, once for the statistics."""
+    """The work of one operation; BatchNorm reads its input twice, once for the statistics."""
     if op.name in _ALLOCATIONS:
         return Work()
     specs = [spec for _, spec in op.inputs] + list(op.outputs)
     if "batch_norm" in op.name:
         specs.append(specs[0])
-    moved = sum(spec.numel * spec.dtype.itemsize for spec in specs)
+    moved = op.times * sum(spec.numel * spec.dtype.itemsize for spec in specs)
     convolved = op.flops if "convolution" in op.name else 0
     narrow = op.flops > 0 and any(spec.dtype in _NARROW for _, spec in op.inputs)
-    return Work(op.flops, moved, 1, convolved, *((op.flops, convolved) if narrow else ()))
+    return Work(op.flops, moved, op.times, convolved, *((op.flops, convolved) if narrow else ()))
 
 
 def work_of_passes(trace: Trace) -> Work:
@@ -77,3 +81,14 @@ def work_of_passes(trace: Trace) -> Work:
         if op.phase is not Phase.OPTIMIZER and not op.is_view:
             total += work_of(op)
     return total
+
+
+def link_bytes(trace: Trace) -> int:
+    """Bytes the forward pass copies to the host, where a storage takes none on the device."""
+    found = 0
+    for op in trace.forward_ops:
+        if op.name.startswith("aten.copy_") and op.inputs:
+            spec = op.inputs[0][1]
+            if not trace.storages[trace.values[spec.value].storage].nbytes:
+                found += spec.numel * spec.dtype.itemsize
+    return found

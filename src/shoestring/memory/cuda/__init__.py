@@ -1,1 +1,1 @@
-"""What CUDA's allocator and libraries take, by rule, calibrated on a device."""
+"""Bytes that CUDA's allocator and libraries take, by rule, calibrated on a device."""

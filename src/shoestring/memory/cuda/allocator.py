@@ -1,6 +1,6 @@
 """A simulation of PyTorch's CUDA caching allocator, as its documentation describes it.
 
-What `torch.cuda.max_memory_allocated` reports is the sum of *blocks*, not of requests: a request is
+`torch.cuda.max_memory_allocated` reports the sum of *blocks*, not of requests: a request is
 rounded up to 512 bytes, and a cached block that is a little larger is handed out whole. So a step's
 peak depends on the blocks that earlier steps left behind, and is found by replaying them.
 """
@@ -48,7 +48,7 @@ def segment_bytes(block_bytes: int) -> int:
 
 
 class Allocator(Protocol):
-    """What a step is replayed through."""
+    """The allocator that a step is replayed through."""
 
     allocated_bytes: int
     peak_allocated_bytes: int
@@ -175,6 +175,8 @@ class ExpandableAllocator:
         self.allocated_bytes = 0
         self.peak_allocated_bytes = 0
         self.peak_reserved_bytes = 0
+        self.peak_asked_bytes = 0
+        """Reserved bytes once a request has its pages: a limit below this has an effect."""
         self._pools = {True: _Pages(SMALL_SEGMENT_BYTES), False: _Pages(LARGE_SEGMENT_BYTES)}
         self._held: dict[int, tuple[bool, int, int]] = {}
         self._next_handle = 0
@@ -200,8 +202,9 @@ class ExpandableAllocator:
         found = pool.cached(size)
         if found is not None:
             return found
-        limit, reserved = self._limit_bytes, self.reserved_bytes
-        if limit is not None and reserved + pool.to_map(size) > limit:
+        asked = self.reserved_bytes + pool.to_map(size)
+        self.peak_asked_bytes = max(self.peak_asked_bytes, asked)
+        if self._limit_bytes is not None and asked > self._limit_bytes:
             self.empty_cache()
             found = pool.cached(size)
         found = pool.map(size) if found is None else found

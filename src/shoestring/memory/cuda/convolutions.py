@@ -1,4 +1,4 @@
-"""What cuDNN takes for itself in convolutions and recurrent layers, operator by operator."""
+"""Workspaces of cuDNN in convolutions and recurrent layers, operator by operator."""
 
 from __future__ import annotations
 

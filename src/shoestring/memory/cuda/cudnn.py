@@ -58,7 +58,7 @@ class ConvolutionShape:
 
     @property
     def family(self) -> tuple[object, ...]:
-        """What kernels are specialized for: only members of one family resemble each other."""
+        """The family kernels are specialized for: only its members resemble each other."""
         return (*self.clan, self.weight[2:], self.stride)
 
     @property
@@ -119,7 +119,7 @@ class ConvolutionTable:
         return ConvolutionTable({s: row for s, row in self._measured.items() if s not in held})
 
     def learn(self, shape: ConvolutionShape, kind: str, dtype: torch.dtype, nbytes: int) -> None:
-        """What was measured here counts from now on."""
+        """Use these measurements from now on."""
         self._learned[shape, kind, dtype] = nbytes
 
     def has_learned(self, shape: ConvolutionShape, kind: str, dtype: torch.dtype) -> bool:

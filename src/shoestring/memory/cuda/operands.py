@@ -1,4 +1,4 @@
-"""What a rule for the memory inside an operator reads, and what it says."""
+"""Inputs and outputs of a rule for the memory inside an operator."""
 
 from __future__ import annotations
 

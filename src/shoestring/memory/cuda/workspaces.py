@@ -44,7 +44,7 @@ class Persistent:
 
 
 def temporaries(op: Op, convolutions: ConvolutionTable) -> tuple[Temporary, ...]:
-    """What the operator allocates for itself, in the order it does."""
+    """The operator's own allocations, in order."""
     rule = _RULES.get(op.name.removeprefix("aten."))
     if rule is None:
         return ()

@@ -1,1 +1,1 @@
-"""What a real step took, tensor by tensor."""
+"""Measure a real step, tensor by tensor."""

@@ -1,4 +1,4 @@
-"""What is allocated on a CUDA device at the peak of one step, block by block.
+"""The allocations on a CUDA device at the peak of one step, block by block.
 
 The allocator's history says which blocks lived when (`history`), a dispatch mode which operation of
 which module asked for each (`watch`). Both count allocations, and find each other by the count.
@@ -44,7 +44,7 @@ class LivePeak:
     allocator_bytes: int
     """The allocator's own peak in the same step."""
     during: str
-    """What ran when it was reached."""
+    """The operation that ran at the peak."""
     blocks: tuple[LiveBlock, ...]
 
     def by_category(self) -> dict[str, tuple[int, int]]:
@@ -155,7 +155,7 @@ def live_at_peak(
 def describe(
     block: AllocatedBlock, watch: OperationWatch, names: Names, gradients: Names, counted_at: int
 ) -> LiveBlock:
-    """What a block is: by name where it has one, else by who asked for it and how long it lived."""
+    """Describe a block: its name, or else who allocated it and how long it lived."""
     ran = watch.of(block.born) if block.born >= 0 else None
     until = float("inf") if block.died is None else block.died
     where = "" if ran is None else f"{ran.module} {ran.name}".strip()

@@ -13,7 +13,6 @@ from torch import nn
 
 from ...errors import InputError
 from ...trace.batches import tensors_of
-from ...trace.capture import Loss, check_loss, role_by_life, user_code
 from ...trace.fakes import (
     check_optimizer,
     make_optimizer,
@@ -23,22 +22,23 @@ from ...trace.fakes import (
 )
 from ...trace.graph import Phase, Role
 from ...trace.recorder import Recorder
+from ...trace.tracing import Loss, check_loss, role_by_life, user_code
 from ...trace.untouched import Untouched, hooks_of
-from ..cpu_scratch import scratch_bytes
+from ..cpu.scratch import scratch_bytes
 
 Optimizer = torch.optim.Optimizer
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """What a real step needed at its peak."""
+    """The peak of a real step."""
 
     device: str
     peak_bytes: int
     bytes_by_role: dict[str, int]
-    """What was live at the peak, by role; the sum is the peak."""
+    """Live bytes at the peak, by role; the sum is the peak."""
     scratch_bytes: int = 0
-    """On the CPU, what kernels take beside tensors at most, by rule (`memory.cpu_scratch`)."""
+    """On the CPU, what kernels take beside tensors at most, by rule (`memory.cpu.scratch`)."""
 
 
 def measure(
@@ -51,21 +51,20 @@ def measure(
 ) -> Measurement:
     """Run real training steps and return the peak of the last one.
 
-    A step is meant in steady state: optimizer state exists, gradients are freed between steps.
-    The steps are real, and taken back: afterwards weights, gradients, optimizer state, buffers and
-    random streams are as before. On the CPU the peak is of storages; what a kernel takes and
-    returns while it runs is not in it, which for oneDNN's convolutions can be much (their arguments
-    again, in its own layouts).
+    The step is in steady state: optimizer state exists, gradients are freed between steps.
+    Afterwards `measure` restores weights, gradients, optimizer state, buffers and random streams.
+    On the CPU the peak counts tensors. It leaves out the scratch memory of kernels, which can be
+    large for oneDNN's convolutions (they copy their arguments to another layout).
 
     Args:
-        model: Runs, and is put back as it was.
-        batch: What one step is given.
+        model: Runs, and is restored.
+        batch: One batch, as your training loop has it.
         loss: `(model, batch) -> scalar`.
         optimizer: Yours, a name such as "adamw", or None for a step without update.
-        warmup_steps: Steps before the one that is measured.
+        warmup_steps: Steps before the measured one.
 
     Returns:
-        The peak, and what was live at it by role.
+        The peak, and the live bytes at the peak by role.
 
     Examples:
         >>> ss.measure(model, batch, loss=loss, optimizer=optimizer).peak_bytes
@@ -93,7 +92,7 @@ def training_step(
     optimizer: Optimizer | None,
     entering: Callable[[Phase], None] = lambda phase: None,
 ) -> torch.Tensor:
-    """The plain step that every prediction is about; `entering` is told of each phase."""
+    """The plain step that predictions describe; calls `entering` with each phase."""
     entering(Phase.FORWARD)
     value = loss(model, batch)
     check_loss(value)
@@ -130,7 +129,7 @@ def _device_of(model: nn.Module, batch: Any) -> str:
 def _residents(
     model: nn.Module, batch: Any, optimizer: Optimizer | None
 ) -> list[tuple[Role, list[torch.Tensor]]]:
-    """What exists between two steps. Of roles that share a tensor the last one counts."""
+    """Tensors that exist between two steps. Of roles that share a tensor the last one counts."""
     state = [] if optimizer is None else tensors_of([dict(s) for s in optimizer.state.values()])
     waiting = [p.grad for p in model.parameters() if p.grad is not None]  # to be added to
     return [
@@ -221,7 +220,7 @@ def track(
 
 
 def _scratch_above(recorder: Recorder, peak_bytes: int) -> int:
-    """What kernels add to the peak: their scratch, on top of what is there when they run."""
+    """Scratch that kernels add to the peak, on top of the tensors live while they run."""
     deltas = np.zeros(len(recorder.ops) + 2, dtype=np.int64)
     for record in recorder.storages:
         deltas[max(record.birth, 0)] += record.nbytes

@@ -22,7 +22,7 @@ def address(tensor: torch.Tensor) -> int:
 
 
 def resident_names(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | None) -> Names:
-    """What exists between two steps; a tensor with no name is told by its type and shape."""
+    """Names of tensors that exist between two steps; an unnamed one shows its type and shape."""
     names: Names = {}
     for held in gc.get_objects():
         if type(held) in (torch.Tensor, nn.Parameter) and held.is_cuda:

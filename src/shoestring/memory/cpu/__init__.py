@@ -1,0 +1,1 @@
+"""The CPU's own rules: scratch memory of its kernels, beside tensors."""
