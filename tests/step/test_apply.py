@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -38,15 +37,6 @@ OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
     "adam": lambda model: torch.optim.Adam(model.parameters(), lr=1e-3),
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Steady where cores are shared."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def make(name: str, chosen: list[Technique], optimizer: str, seed: int = 0) -> Step:
@@ -234,6 +224,36 @@ def test_the_state_of_another_plan_is_refused_whole() -> None:
     with pytest.raises(InputError, match="has no precision"):
         narrow.load_state_dict(wide.state_dict())
     assert all(torch.equal(v, before[k]) for k, v in narrow.model.state_dict().items())
+
+
+@pytest.mark.parametrize("through", ["step", "optimizer"])
+def test_a_plain_adam_refuses_the_state_of_16_bits(through: str) -> None:
+    """Moments that were stored scaled would be taken for moments as they are."""
+    narrow, wide = make("mlp", [Precision("fp16")], "adam"), make("mlp", [], "adam")
+    for step in (narrow, wide):
+        step(batches("mlp", 1)[0])
+    before = copy.deepcopy(wide.state_dict())
+    with pytest.raises(ValueError, match=r"."):
+        if through == "step":
+            wide.load_state_dict(narrow.state_dict())
+        else:
+            wide.optimizer.load_state_dict(narrow.optimizer.state_dict())
+    after = wide.state_dict()
+    for name, held in before["model"].items():
+        assert torch.equal(after["model"][name], held)
+    for number, entries in before["optimizer"]["state"].items():
+        for key, held in entries.items():
+            assert torch.equal(torch.as_tensor(after["optimizer"]["state"][number][key]), held)
+
+
+def test_a_sparse_state_of_another_density_is_refused_whole() -> None:
+    dense, sparse = (make("mlp", [Sparsity(density)], "sgd") for density in (0.5, 0.25))
+    for step in (dense, sparse):
+        step(batches("mlp", 1)[0])
+    before = copy.deepcopy(sparse.model.state_dict())
+    with pytest.raises(InputError, match=r"nonzeros.*another density"):
+        sparse.load_state_dict(dense.state_dict())
+    assert all(torch.equal(v, before[k]) for k, v in sparse.model.state_dict().items())
 
 
 def test_a_revision_that_fails_leaves_the_plan_that_was() -> None:

@@ -51,15 +51,6 @@ NEUTRAL: dict[str, Technique] = {
 pytestmark = pytest.mark.filterwarnings("ignore::shoestring.errors.NoEffectWarning")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """One thread, steady where cores are shared."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def pairs(name: str) -> list[tuple[str, ...]]:
     """Each pair of kinds once a model, the settings in turn from model to model."""
     turn = list(SMALL).index(name)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import shoestring as ss
 from shoestring.errors import InputError
@@ -28,6 +34,8 @@ NEW: dict[str, Technique] = {
     "released": ss.GradientRelease(),
     "on the host": ss.Offload(smallest=1),
     "4-bit activations": ss.ActivationBits(4, smallest=1),
+    "activations on the host": ss.ActivationOffload("all", smallest=1),
+    "inputs on the host": ss.ActivationOffload(smallest=1),
 }
 OTHERS: dict[str, Technique] = {
     "density 0.3": ss.Sparsity(0.3),
@@ -48,14 +56,6 @@ REFUSED: dict[frozenset[str], str] = {
 }
 """Pairs that do not go together → what the refusal says."""
 pytestmark = pytest.mark.filterwarnings("ignore::shoestring.errors.NoEffectWarning")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def cases() -> Iterator[Any]:
@@ -92,3 +92,86 @@ def test_the_predicted_peak_is_measured(
     first = step(batch)
     assert predicted == pytest.approx(step.measure(batch).peak_bytes, rel=TOLERANCE)
     assert step.loss is not None and torch.isfinite(step.loss) and torch.isfinite(first)
+
+
+@pytest.mark.parametrize("setting", [*NEW, *OTHERS])
+def test_a_step_that_is_dropped_leaves_nothing(setting: str) -> None:
+    """The collector does not see what hooks of parameters hold."""
+    small = SMALL["residual"]
+    model, batch = small.build(), small.batch()
+    own = OPTIMIZERS["adamw"](model)
+    step = apply([{**NEW, **OTHERS}[setting]], model, own, loss=small.loss)
+    step(batch)
+    left = [weakref.ref(held) for held in (model, own, next(model.parameters()), step._setup)]
+    del model, own, step
+    gc.collect()
+    assert [held() for held in left] == [None] * 4
+
+
+@pytest.mark.parametrize("setting", ["no-bn", "every-2", "residual-1*", "4-bit activations"])
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_step_that_fails_leaves_none_of_its_activations(setting: str, backward: bool) -> None:
+    """Nodes that save their own output, and what the failed backward pass had not run yet."""
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            if not backward and armed:
+                raise torch.OutOfMemoryError("no more")
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            if armed:
+                raise torch.OutOfMemoryError("no more")
+            return gradient
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.norm, self.two = nn.Linear(8, 64), nn.LayerNorm(64), nn.Linear(64, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            made = torch.sigmoid(self.norm(self.one(x))) * torch.tanh(self.one(x))
+            return x + Fails.apply(self.two(torch.exp(-made)))
+
+    armed = False
+    model = nn.Sequential(*(Block() for _ in range(4)))
+    step = apply(
+        [{**NEW, **OTHERS}[setting]],
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        loss=lambda model, x: model(x).square().mean(),
+    )
+    x = torch.randn(512, 8)
+    step(x)
+    armed, made = True, Made()
+    with made, pytest.raises(torch.OutOfMemoryError):
+        step(x)
+    gc.collect()
+    assert made.left(512 * 8 * 4, model) == []
+
+
+class Made(TorchDispatchMode):
+    """Notes every tensor that an operation makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._noted: list[tuple[StorageWeakRef, int, str]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                storage = leaf.untyped_storage()
+                self._noted.append((StorageWeakRef(storage), storage.nbytes(), str(func)))
+        return out
+
+    def left(self, least: int, model: nn.Module) -> list[str]:
+        """Operations whose outputs are still there, of so many bytes, and are not the model's."""
+        own = {p.untyped_storage()._cdata for p in model.parameters()}
+        return [
+            name
+            for storage, nbytes, name in self._noted
+            if nbytes >= least and not storage.expired() and storage.cdata not in own
+        ]

@@ -9,7 +9,7 @@ from torch import nn
 
 from ..techniques.base import Technique
 from ..techniques.plan import Plan
-from ..trace.capture import Loss
+from ..trace.tracing import Loss
 from .clipping import Clip
 from .distributed import apply_on_ranks, parallel_of
 from .shares import Parallel
@@ -31,13 +31,13 @@ def apply(
     are undone and the model and optimizer are as they were.
 
     Args:
-        plan: What `plan` found, a `Plan`, or a list of techniques.
+        plan: The result of `plan`, a `Plan`, or a list of techniques.
         model: Changed in place.
         optimizer: Over the model's parameters; changed in place.
         loss: `(model, batch) -> scalar`.
-        parallel: "ddp" or "fsdp" makes it one step of all ranks of the process group.
+        parallel: "ddp" or "fsdp": all ranks of the process group share the step.
         clip: A norm that gradients are clipped to before the update, or a `Clip`;
-            `step.grad_norm` is what they had.
+            `step.grad_norm` is the norm before.
 
     Returns:
         A `Step`; `step(batch)` is forward, backward and update, `step(batch, update=False)` leaves

@@ -23,8 +23,8 @@ from ..techniques.base import Setup, Technique
 from ..techniques.plan import Plan
 from ..techniques.splitting.find import tested_units
 from ..trace.blocks import is_normalization
-from ..trace.capture import Loss
 from ..trace.graph import Phase
+from ..trace.tracing import Loss
 from .clipping import Clip, clip_gradients
 from .group import communication_device, ranks
 from .setting_up import prepare, transform
@@ -251,14 +251,14 @@ def apply_on_ranks(
     clip = Clip.of(clip)
     chosen, setup = prepare(plan, model, optimizer, loss=loss)
     ranks_ = Ranks(parallel, chosen)
-    # What cuts the batch comes last: ranks add what all of their parts accumulated.
+    # Techniques that cut the batch come last: ranks add the sums over all their parts.
     whole = [t for t in chosen.techniques if t.order < Ranks.order]
     transform(setup, [*whole, ranks_, *(t for t in chosen.techniques if t.order >= Ranks.order)])
     return ranks_.step(setup, clip)
 
 
 def parallel_of(given: str | Parallel | None) -> Parallel | None:
-    """What was asked for; None where one process trains alone."""
+    """The `parallel` option; None for a single process."""
     if given is None:
         return None
     chosen = Parallel(given) if isinstance(given, str) else given

@@ -42,7 +42,7 @@ def why_not(setup: Setup) -> str | None:
 
 
 def not_capturable(setup: Setup) -> str | None:
-    """What keeps a step on CUDA from being a graph.
+    """Say why a step on CUDA cannot be a CUDA graph.
 
     The update must stay on the device, and random numbers come from PyTorch's generator.
     """
@@ -205,7 +205,7 @@ class GraphRunner:
         return graph
 
     def _settings(self) -> Any:
-        """What decides which operations run, and the optimizer's numbers."""
+        """Settings that decide which operations run, and the optimizer's numbers."""
         numbers = tuple(
             tuple((k, _constant(v)) for k, v in group.items() if k != "params")
             for group in self._setup.optimizer.param_groups

@@ -155,7 +155,7 @@ def from_all(value: T) -> list[T]:
 
 
 def on_first(call: Callable[[], T]) -> T:
-    """What rank 0 gets from a call that it alone makes; an error of it is everyone's."""
+    """Call a function on rank 0 and share its result; its error is raised on every rank."""
     if ranks() == 1:
         return call()
     held: list[Any] = [None]

@@ -164,8 +164,9 @@ class Hold:
             torch.cuda.empty_cache()
 
     def _undo(self) -> Callable[[], bool]:
-        """What takes the step back: streams and buffers; False if weights have moved already."""
+        """Undoes the step: random streams and buffers; False if the update has begun."""
         step = self._step
+        step._setup.updating = False
         rewind = kept_streams()
         buffers = dict(step.model.named_buffers())
         moving = buffers if self._moving is None else self._moving & buffers.keys()
@@ -178,7 +179,7 @@ class Hold:
             step.optimizer.zero_grad(set_to_none=True)
             for parameter in step.model.parameters():
                 parameter.grad = None
-            if any(p._version != version for p, version in weights):
+            if step._setup.updating or any(p._version != version for p, version in weights):
                 return False
             with torch.no_grad():
                 for name, value in held.items():
@@ -242,7 +243,7 @@ class _GivesWay:
 
 
 def _nobody(*_: Any) -> None:
-    """What is left of it in a saved model."""
+    """Its state in a saved model."""
 
 
 def _nobody_made() -> Callable[..., None]:

@@ -1,4 +1,4 @@
-"""What a step may change on the host.
+"""Changes a step may make on the host.
 
 A captured step runs on the device alone: a counter kept in Python, or a buffer that is replaced
 instead of written, would stand still in it. And a capture that fails must leave nothing behind.
@@ -25,7 +25,7 @@ class HostState:
         self._state = {p: dict(state) for p, state in setup.optimizer.state.items()}
 
     def changed(self) -> str | None:
-        """What is not as it was, in words."""
+        """The changes, in words."""
         for module, numbers, parameters, buffers in self._modules:
             for was, now in (
                 (numbers, numbers_of(module)),
@@ -67,7 +67,7 @@ def _refill(now: Any, was: Any) -> None:
 
 
 def numbers_of(module: nn.Module) -> dict[str, Any]:
-    """What it holds as plain numbers: rates, temperatures, whether it trains."""
+    """Its plain numbers: rates, temperatures, whether it trains."""
     return {k: v for k, v in module.__dict__.items() if type(v) in (int, float, bool)}
 
 

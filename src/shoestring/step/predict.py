@@ -12,10 +12,10 @@ from ..memory.device import device_timeline
 from ..memory.prediction import Prediction
 from ..techniques.base import Technique
 from ..techniques.plan import Plan
-from ..trace.capture import Loss, capture
 from ..trace.fakes import OptimizerLike
 from ..trace.passes import peak_only
-from .trace_step import capture_step
+from ..trace.tracing import Loss, trace_model
+from .trace_step import trace_plan
 
 
 def predict_step(
@@ -27,14 +27,14 @@ def predict_step(
     optimizer: torch.optim.Optimizer,
     device: str = "cpu",
 ) -> Prediction:
-    """What `apply(plan, …).measure(batch)` will find; nothing is allocated or changed.
+    """Predict what `apply(plan, …).measure(batch)` will measure; allocate and change nothing.
 
     For "cuda" it is what PyTorch's allocator will show, kernels and workspaces of CUDA included,
     wherever the model lies and whether there is a GPU or not.
     """
     chosen = Plan.of(plan)
     with peak_only():
-        trace = capture_step(chosen, model, batch, loss=loss, optimizer=optimizer, device=device)
+        trace = trace_plan(chosen, model, batch, loss=loss, optimizer=optimizer, device=device)
     peak_bytes = int(device_timeline(trace).totals.max(initial=0))
     return Prediction(peak_bytes, "device", device)
 
@@ -44,7 +44,7 @@ def evaluation_bytes(
 ) -> int:
     """Peak of an evaluation between two steps: forward without gradients, the state beside it.
 
-    What a trainer keeps of many batches, scores for its metrics, is not in it.
+    It leaves out what a trainer collects over many batches, such as scores for its metrics.
     """
 
     def evaluated(given: nn.Module, batch: Any) -> torch.Tensor:
@@ -61,7 +61,7 @@ def evaluation_bytes(
                 value = value + 0 * parameter.sum()
         return value
 
-    trace = capture(model, batch, loss=evaluated, optimizer=optimizer, device=device)
+    trace = trace_model(model, batch, loss=evaluated, optimizer=optimizer, device=device)
     timeline = device_timeline(trace)
     kept = [str(label[1]).lower().startswith("forw") for label in timeline.labels]
     return int(timeline.totals[kept].max(initial=0))

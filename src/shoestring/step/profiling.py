@@ -11,10 +11,10 @@ from ..errors import InputError
 from ..memory.model import ACCOUNTINGS, MemoryProfile, memory_profile
 from ..techniques.base import Technique
 from ..techniques.plan import Plan
-from ..trace.capture import Loss, capture, check_trainable
 from ..trace.fakes import OptimizerLike
 from ..trace.split import examples_of
-from .trace_step import capture_step
+from ..trace.tracing import Loss, check_trainable, trace_model
+from .trace_step import trace_plan
 
 Accounting = Literal["fundamental", "device"]
 
@@ -32,17 +32,17 @@ def profile(
     """Predict the memory of one training step of `loss(model, batch)`; nothing is allocated.
 
     Args:
-        model: Left as it is; on any device, or on fake tensors.
-        batch: What one step is given.
+        model: Not changed; on any device, or on fake tensors.
+        batch: One batch, as your training loop has it.
         loss: `(model, batch) -> scalar`.
         optimizer: Yours, a name such as "adamw", or None for a step without update.
         accounting: "fundamental" is the report's, of an ideal executor. "device" is what PyTorch's
             allocator will show.
-        device: For "device": "cpu" or "cuda"; by default where the model is. It need not be there.
-        techniques: A plan or a list of techniques that the step runs with.
+        device: For "device": "cpu" or "cuda"; by default where the model is. You need not have it.
+        techniques: A plan or a list of techniques for the step.
 
     Returns:
-        The peak, what is live at it by role and module, and the timeline.
+        The peak, the live bytes at the peak by role and by module, and the timeline.
 
     Examples:
         >>> print(ss.profile(model, batch, loss=loss, optimizer="sgd"))
@@ -55,13 +55,13 @@ def profile(
         where = next(model.parameters()).device.type if device is None else device
         if all(technique.is_neutral_for(_examples(batch)) for technique in plan.techniques):
             return memory_profile(
-                capture(model, batch, loss=loss, optimizer=optimizer, device=where), accounting
+                trace_model(model, batch, loss=loss, optimizer=optimizer, device=where), accounting
             )
-        trace = capture_step(plan, model, batch, loss=loss, optimizer=optimizer, device=where)
+        trace = trace_plan(plan, model, batch, loss=loss, optimizer=optimizer, device=where)
         return memory_profile(trace, accounting)
     for technique in plan.techniques:
         batch = technique.prepare(batch)
-    trace = capture(model, batch, loss=loss, optimizer=optimizer, device="cpu")
+    trace = trace_model(model, batch, loss=loss, optimizer=optimizer, device="cpu")
     for technique in plan.techniques:
         trace = technique.predict(trace)
     return memory_profile(trace, accounting)
@@ -84,7 +84,7 @@ def check(accounting: str, device: str | None) -> None:
             f"unknown accounting {accounting!r}", hint="one of " + ", ".join(ACCOUNTINGS)
         )
     if device not in (None, "cpu", "cuda"):
-        raise InputError(f"no accounting for device {device!r}", hint="use 'cpu' or 'cuda'")
+        raise InputError(f"unknown device {device!r}", hint="cpu or cuda")
     if accounting == "fundamental" and device == "cuda":
         raise InputError(
             "the fundamental accounting is the report's, of no device",

@@ -12,8 +12,8 @@ from torch import nn
 from ..errors import InputError
 from ..techniques.base import Run, Setup, Technique
 from ..techniques.plan import Plan
-from ..trace.capture import Loss, check_trainable
 from ..trace.fakes import adds_to_the_step, check_optimizer, unwrapped
+from ..trace.tracing import Loss, check_trainable
 
 
 def prepare(
@@ -85,8 +85,8 @@ class Base:
         setup.backward, setup.update = self.backward, self.update
 
 
-def transform(setup: Setup, parts: Iterable[Any]) -> Base:
-    """Apply all parts or none."""
+def transform(setup: Setup, parts: Iterable[Any], *, keep_undo: bool = False) -> Base:
+    """Apply all parts or none; `keep_undo` to take all of them back, not only what is revisable."""
     for part in parts:
         part.check(setup)
     base: Base | None = None
@@ -101,7 +101,8 @@ def transform(setup: Setup, parts: Iterable[Any]) -> Base:
         raise
     base = base or Base.of(setup)
     # The steps back before it hold what the model was, in memory the plan has spent otherwise.
-    del setup.undo[: base.undone]
+    if not keep_undo:
+        del setup.undo[: base.undone]
     return base
 
 

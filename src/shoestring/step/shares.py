@@ -120,13 +120,13 @@ class Shares:
         return count if self._whole else int(_over_ranks(count, dist.ReduceOp.MAX))
 
     def _count(self, batch: Any, part: tuple[int, int]) -> float | torch.Tensor:
-        """What the loss of a part is averaged over."""
+        """The units that a part's loss is averaged over."""
         units = counter(self._units)(cut(batch, *part))
         return units.detach().double() if isinstance(units, torch.Tensor) else float(units)
 
 
 def _of_first_rank(test: Callable[[], str | Units]) -> Any:
-    """What the first rank finds on its batch, or its error: all ranks weigh alike."""
+    """The result or the error of rank 0 on its batch: all ranks weight alike."""
     held: list[Any] = [None]
     if rank() == 0:
         try:

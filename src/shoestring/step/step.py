@@ -16,10 +16,11 @@ from ..memory.live.measure import Measurement, track
 from ..techniques.base import Setup, Technique
 from ..techniques.plan import Plan
 from ..techniques.splitting.weights import weighted_loss
-from ..trace.capture import Loss, check_loss
+from ..torch_private.autograd import forget_failed_backward
 from ..trace.fakes import is_fake
 from ..trace.graph import Phase
-from ..units import plural
+from ..trace.tracing import Loss, check_loss
+from ..units import format_size, plural
 from .clipping import Clip, clip_gradients
 from .graph import GraphRunner, on_device, why_not
 from .holding import Hold
@@ -45,13 +46,19 @@ class Step:
         self._clip = self._clip_for(clip)
         self._graph = self._runner()
         self.measured: Measurement | None = None
-        """What the last `measure` found."""
+        """The result of the last `measure`."""
         self.loss: torch.Tensor | None = None
         """Of the minibatch that `measure` ran, detached."""
         self._hold: Hold | None = None
         """Watches the budget the plan is for, if it is for one."""
         self._base: Base | None = None
-        """What `revise` goes back to."""
+        """The state that `revise` restores."""
+
+    def __repr__(self) -> str:
+        name, taken = self.plan.short() or "plain", self.measured
+        return (
+            f"Step({name}{'' if taken is None else f', measured {format_size(taken.peak_bytes)}'})"
+        )
 
     def _runner(self) -> GraphRunner | None:
         if why_not(self._setup) is not None:
@@ -241,13 +248,13 @@ class Step:
 
     @property
     def loss_scale(self) -> torch.Tensor | None:
-        """What the loss is multiplied by before the backward pass; None without a scale."""
+        """The factor of the loss before the backward pass; None without a scale."""
         scaling = self._setup.loss_scale
         return None if scaling is None else scaling.scale
 
     @property
     def counts(self) -> dict[str, int]:
-        """What techniques counted since the first update, by name; waits for the device."""
+        """Counts of techniques since the first update, by name; waits for the device."""
         made: dict[str, int] = {}
         for item in self._setup.state.values():
             made |= getattr(item, "counts", dict)()
@@ -259,7 +266,7 @@ class Step:
         return 0 if self._graph is None else self._graph.peak_bytes
 
     def _after(self) -> bool:
-        """What follows the update; whether it changed the tensors a captured step refers to."""
+        """Run the work after the update; return whether it replaced tensors of a captured step."""
         return any([bool(call()) for call in self._setup.after_update])
 
     def _compute(
@@ -277,6 +284,7 @@ class Step:
                     "accumulated before are dropped, too: run those batches again"
                 )
             self._drop_gradients()
+            forget_failed_backward()
             raise
 
     def _drop_gradients(self) -> None:
@@ -290,6 +298,7 @@ class Step:
         self, batch: Any, entering: Callable[[Phase], None], update: bool
     ) -> torch.Tensor:
         setup = self._setup
+        setup.updating = False
         total: torch.Tensor | None = None
         for part, weight in setup.split(batch):
             entering(Phase.FORWARD)
@@ -323,6 +332,7 @@ class Step:
                 self._norm = found.detach().clone()
             else:
                 self._norm.copy_(found)
+        self._setup.updating = True
         self._setup.update()
 
     def _clip_gradients(self, clip: Clip) -> torch.Tensor | None:
@@ -401,13 +411,17 @@ def apply_alone(
     loss: Loss,
     clip: float | Clip | None = None,
     backward: Callable[[torch.Tensor], None] | None = None,
+    keep_undo: bool = False,
 ) -> Step:
-    """The step of one process; see `apply`. `backward` in place of the loss's own."""
+    """The step of one process; see `apply`. `backward` in place of the loss's own.
+
+    With `keep_undo` all of the plan can be taken back, which holds on to what it replaced.
+    """
     clip = Clip.of(clip)
     chosen, setup = prepare(plan, model, optimizer, loss=loss)
     if backward is not None:
         setup.backward = backward
-    base = transform(setup, chosen.techniques)
+    base = transform(setup, chosen.techniques, keep_undo=keep_undo)
     step = Step(setup, chosen, clip)
     step._base = base
     if chosen.budget_bytes is not None:

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -20,7 +20,6 @@ from ..torch_private.fake_tensors import FakeTensorMode
 from ..trace.answers import Answers, with_answers
 from ..trace.attributes import held_by
 from ..trace.batches import tensors_of
-from ..trace.capture import Loss, RecordedStep, freeze, named_failures
 from ..trace.compiled import uncompiled
 from ..trace.cuda import CudaKernels
 from ..trace.draws import at_worst
@@ -35,13 +34,14 @@ from ..trace.graph import Phase, Trace, live_bytes
 from ..trace.outside import Outside
 from ..trace.recorder import Recorder
 from ..trace.split import cut, examples_of
+from ..trace.tracing import Loss, RecordedStep, freeze, named_failures
 from ..trace.untouched import nothing_changes
 from ..trace.values import forget_varied
 from .graph import not_capturable
 from .step import Step, apply_alone
 
 
-def capture_step(
+def trace_plan(
     plan: Plan,
     model: nn.Module,
     batch: Any,
@@ -55,7 +55,7 @@ def capture_step(
     trained_by: torch.optim.Optimizer | None = None,
     captured: bool | None = None,
 ) -> Trace:
-    """One steady step by the plan, as `trace.capture` records a plain one.
+    """One steady step by the plan, as `trace_model` traces a plain one.
 
     Of several microbatches the second stands for all: it meets the gradients that the first one
     left, so its peak is the step's. If it is the last and smaller, both are recorded. `trained`
@@ -78,14 +78,13 @@ def capture_step(
         return _with_convolutions(request.trace(captured=captured)[0], device)
     known = _captured_needs_more.setdefault(model, {})
     kind = tuple(t.name for t in plan.techniques if not (t.revisable or t.leaves_passes))
+    if kind not in known and passes and model in _asks and request.becomes_a_graph():
+        known[kind] = request.forward_bytes(captured=True) > request.forward_bytes(captured=False)
     made, differs = request.trace(captured=known.get(kind, False))
     if kind not in known and differs:
-        as_graph, _ = request.trace(captured=True)
-        known[kind] = live_bytes(as_graph) > live_bytes(made)
+        known[kind] = request.forward_bytes(captured=True) > request.forward_bytes(captured=False)
         if known[kind]:
-            made = as_graph
-        elif watch is not None:  # it shall have seen the trace that counts
-            made, _ = request.trace(captured=False)
+            made, _ = request.trace(captured=True)
     return _with_convolutions(made, device)
 
 
@@ -99,11 +98,27 @@ def _with_convolutions(made: Trace, device: str) -> Trace:
 _captured_needs_more: weakref.WeakKeyDictionary[nn.Module, dict[Any, bool]]
 _captured_needs_more = weakref.WeakKeyDictionary()
 """Models whose captured steps differ from eager ones, by techniques that change the passes."""
+_asks: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Models that ask what cannot be read while a graph is captured."""
+
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class _OnFakes:
+    """A plan that is applied to fake tensors."""
+
+    step: Step
+    data: Any
+    recorder: Recorder
+    outside: Outside
+    capturable: bool
 
 
 @dataclass(frozen=True)
 class _Request:
-    """What `capture_step` was asked for."""
+    """The arguments of `trace_plan`."""
 
     plan: Plan
     model: nn.Module
@@ -127,63 +142,93 @@ class _Request:
             made, differs = self._traced(answers, captured)
             return made
 
-        def answered() -> Trace:
+        return self._at_worst(once, live_bytes), differs
+
+    def forward_bytes(self, *, captured: bool) -> int:
+        """All that the forward pass of one part allocates, run eagerly or as it is captured."""
+
+        def once(answers: Answers | None) -> int:
+            with self._on_fakes(answers, captured) as on:
+                data = on.data
+                if self.size is not None:
+                    forget_varied(data)
+                    data = cut(data, 0, self.size)
+                part, _ = next(iter(on.step._setup.split(data)))
+                with on.recorder:
+                    on.step._setup.run(part)
+            return sum(record.nbytes for record in on.recorder.storages if record.birth >= 0)
+
+        return self._at_worst(once, int)
+
+    def becomes_a_graph(self) -> bool:
+        """Whether the step can be captured, which is known once the plan is applied."""
+        with self._on_fakes(None, False) as on:
+            return on.capturable
+
+    def _at_worst(self, once: Callable[[Answers | None], _T], size: Callable[[_T], int]) -> _T:
+        """With answers to what the model asks, and the largest of what it may draw."""
+
+        def answered() -> _T:
             return with_answers(once, self.model, self.batch, self.loss, self.size)
 
-        return at_worst(self.model, answered, live_bytes), differs
+        return at_worst(self.model, answered, size)
 
-    def _traced(self, answers: Answers | None, captured: bool) -> tuple[Trace, bool]:
-        plan, model, batch, loss, optimizer = (
-            self.plan, self.model, self.batch, self.loss, self.optimizer
-        )  # fmt: skip
-        device, passes, size = self.device, self.passes, self.size
+    @contextmanager
+    def _on_fakes(self, answers: Answers | None, captured: bool) -> Iterator[_OnFakes]:
+        """The plan applied to fake tensors; inside, the step runs on them."""
         mode = FakeTensorMode(allow_non_fake_inputs=True)
-        with warnings.catch_warnings(), nothing_changes(model, loss):
+        with warnings.catch_warnings(), nothing_changes(self.model, self.loss):
             warnings.simplefilter("ignore")
-            twin, mapping = fake_model(model, mode)
-            data = fake_batch(batch, mode)
-            updates = make_optimizer(optimizer or "sgd-plain", twin, mapping)
+            fake, mapping = fake_model(self.model, mode)
+            data = fake_batch(self.batch, mode)
+            updates = make_optimizer(self.optimizer or "sgd-plain", fake, mapping)
             assert updates is not None
             recorder, outside = Recorder(), Outside(mode, answers=answers)
-            asked = nullcontext() if answers is None else answers.following(twin)
+            asked = nullcontext() if answers is None else answers.following(fake)
             kernels: AbstractContextManager[Any] = (
-                CudaKernels() if device == "cuda" else nullcontext()
+                CudaKernels() if self.device == "cuda" else nullcontext()
             )
             with named_failures(recorder), uncompiled(recorder), asked, mode, outside, kernels:
-                step = apply_alone(Plan.of(plan), twin, updates, loss=loss)
+                step = apply_alone(Plan.of(self.plan), fake, updates, loss=self.loss)
                 capturable = self._becomes_a_graph(step._setup)
-                if device == "cuda":
+                if self.device == "cuda":
                     default_to_foreach(updates)
                 if capturable and captured:
                     outside.stop_asking()
-                if size is not None:
-                    forget_varied(data)
-                    if step._setup.adds_apart or step._setup.updates_in_backward:
-                        # The third part meets all gradients; those of the last one go early.
-                        data = cut(data, 0, min(3 * size, examples_of(data) or size))
-                    else:
-                        later = step._setup.updates_in_backward  # the second part updates
-                        data = cut(data, 0, 2 * size if later else size)
-                        if (
-                            passes and not later
-                        ):  # gradients as they are: one may be a part of a larger tensor
-                            step._setup.backward(step._setup.run(data))
-                elif passes and step._setup.first_run_differs:
-                    for part, _ in step._setup.split(data):
-                        step._setup.run(part)
-                if passes and step._setup.updates_in_backward:
-                    self._make_state(step, data)
-                if not passes:
-                    _leave_gradients(step, self.trained)
-                if self.watch is not None:
-                    self.watch(twin, recorder)
-                with (
-                    _only_new_garbage(),
-                    recorder,
-                ):  # not following functions: techniques have hooks
-                    recorded = _record(recorder, step, data, passes, update=optimizer is not None)
-        made = freeze(recorder, twin, updates, recorded, device)
-        return replace(made, capturable=capturable), capturable and outside.was_asked
+                yield _OnFakes(step, data, recorder, outside, capturable)
+        if outside.was_asked:
+            _asks.add(self.model)
+
+    def _traced(self, answers: Answers | None, captured: bool) -> tuple[Trace, bool]:
+        with self._on_fakes(answers, captured) as on:
+            step, setup, recorder = on.step, on.step._setup, on.recorder
+            data = on.data if self.size is None else self._few_parts(step, on.data)
+            if self.size is None and self.passes and setup.first_run_differs:
+                for part, _ in setup.split(data):
+                    setup.run(part)
+            if self.passes and setup.updates_in_backward:
+                self._make_state(step, data)
+            if not self.passes:
+                _leave_gradients(step, self.trained)
+            if self.watch is not None:
+                self.watch(step.model, recorder)
+            update = self.optimizer is not None
+            with _only_new_garbage(), recorder:  # not following functions: techniques have hooks
+                recorded = _record(recorder, step, data, self.passes, update=update)
+        made = freeze(recorder, step.model, step.optimizer, recorded, self.device)
+        return replace(made, capturable=on.capturable), on.capturable and on.outside.was_asked
+
+    def _few_parts(self, step: Step, data: Any) -> Any:
+        """The examples that stand for all, and gradients as the parts before leave them."""
+        assert self.size is not None
+        forget_varied(data)
+        if step._setup.adds_apart or step._setup.updates_in_backward:
+            # The third part meets all gradients; those of the last one go early.
+            return cut(data, 0, min(3 * self.size, examples_of(data) or self.size))
+        data = cut(data, 0, self.size)
+        if self.passes:  # gradients as they are: one may be a part of a larger tensor
+            step._setup.backward(step._setup.run(data))
+        return data
 
     def _make_state(self, step: Step, data: Any) -> None:
         """The optimizer's, which a step that updates in its backward pass finds there."""
@@ -219,7 +264,7 @@ def _only_new_garbage() -> Iterator[None]:
 
 
 def _leave_gradients(step: Step, trained: Collection[str]) -> None:
-    """What the microbatch before added up."""
+    """The gradients that earlier microbatches accumulated."""
     for name, parameter in step.model.named_parameters():
         if parameter.requires_grad and (not trained or name in trained):
             parameter.grad = torch.empty_like(parameter)

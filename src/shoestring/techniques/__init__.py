@@ -1,6 +1,7 @@
 """Techniques: each a frozen setting that transforms a trace and a training step."""
 
 from .activation_bits import ActivationBits
+from .activation_offload import ActivationOffload
 from .base import Technique
 from .checkpointing import Checkpointing
 from .chunked_loss import ChunkedLoss
@@ -15,6 +16,7 @@ from .sparsity import Sparsity
 
 __all__ = [
     "ActivationBits",
+    "ActivationOffload",
     "Checkpointing",
     "ChunkedLoss",
     "FusedUpdate",

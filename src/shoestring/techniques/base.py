@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 Run = Callable[[Any], torch.Tensor]
 LossUnits = str | Callable[[Any], float | torch.Tensor]
-"""What a loss is averaged over: "examples", or a function from a part of a batch to its units."""
+"""Units a loss is averaged over: "examples", or a function from a part of a batch to its units."""
 
 
 class HasState(Protocol):
@@ -60,7 +60,7 @@ class Meaning:
 
 
 class LossScaling(Protocol):
-    """What multiplies the loss before the backward pass."""
+    """The factor of the loss before the backward pass."""
 
     scale: torch.Tensor
     found_inf: torch.Tensor
@@ -115,6 +115,9 @@ class Setup:
     """Gradients of parts are added up elsewhere than in `.grad`, in more tensors than those."""
     updates_in_backward: bool = False
     """Parameters are updated while the backward pass runs, and their gradients go."""
+    updating: bool = False
+    """The update of this step has begun. Fused kernels do not count as writing, so versions of
+    tensors do not tell."""
     first_run_differs: bool = False
     """The first forward pass is looked at; what was found there changes those after it."""
     update_on_device: bool = False
@@ -126,7 +129,7 @@ class Setup:
     loss: Callable[[nn.Module, Any], torch.Tensor] | None = None
     """The user's own, (model, batch) → loss; `run` is what the step makes of it."""
     wrapper: Any = None
-    """What `update` calls, where that is an object around the optimizer with a step of its own."""
+    """The object that `update` calls, if it wraps the optimizer and has a step of its own."""
     undo: list[Callable[[], None]] = field(default_factory=list)
     """Called in reverse order when a later technique fails: the model must be as it was."""
 
@@ -143,7 +146,7 @@ class Flag:
     neutral: Any = None
     """The value that changes nothing; None where the technique must be left out."""
     label: str | None = None
-    """What tables call it."""
+    """Its name in tables."""
     percent: bool = False
     part_of: str | None = None
     """The setting it is a part of: where both are equal the technique changes nothing."""
@@ -166,13 +169,13 @@ class Technique:
     same_state: ClassVar[bool] = False
     """Weights and optimizer state lie as in plain training: another loop can go on with them."""
     changes_update: ClassVar[bool] = True
-    """What is resident, or what the update takes, differs with it."""
+    """It changes resident bytes, or those of the update."""
     changes_passes: ClassVar[bool] = False
-    """What forward and backward hold differs with it by more than a factor: they are traced."""
+    """It changes what forward and backward hold by more than a factor: they are traced."""
     leaves_passes: ClassVar[bool] = False
     """Whether forward and backward run as they would without it."""
     some_tell_all: ClassVar[bool] = True
-    """What it changes in an update is in proportion to the tensors' bytes."""
+    """Its effect on an update is proportional to the tensors' bytes."""
     updates_apart: ClassVar[bool] = False
     """Its update takes tensor after tensor, also on CUDA, where optimizers take all together."""
     updates_on_device: ClassVar[bool] = False
@@ -183,6 +186,8 @@ class Technique:
     """The optimizer's state is there before the first pass, not made by the first update."""
     stores_weights: ClassVar[bool] = False
     """Weights have other names or shapes with it; `plain_weights` has them as the model had."""
+    replaces_parameters: ClassVar[bool] = False
+    """Parameters are other tensors with it, so that to try it out would take room for both."""
     updates_in_backward: ClassVar[bool] = False
     """A trace of the passes needs the optimizer that trains."""
     moves_elements: ClassVar[bool] = False
@@ -193,7 +198,7 @@ class Technique:
     proof: ClassVar[Literal["without", "alone"] | None] = None
     """How a lossless one is proven beside lossy ones: the plan without it, or it alone."""
     suspects: ClassVar[Mapping[str, str]] = {}
-    """What is compared → what usually makes it differ with this technique."""
+    """For each thing compared, the usual reason why it differs with this technique."""
 
     def refuses(self, other: Technique) -> str | None:
         """Why it cannot be in one plan with another; None if it can."""
@@ -241,7 +246,7 @@ class Technique:
 
     @classmethod
     def from_flags(cls, given: Mapping[str, Any], unit: str = "examples") -> Self | None:
-        """What the flags ask for, None for nothing; `unit` is what the model counts a batch in."""
+        """The technique the flags ask for, or None; `unit` is what the model counts a batch in."""
         values = {f.setting: given[f.name] for f in cls.flags if given.get(f.name) is not None}
         return cls(**values) if values else None
 
@@ -271,11 +276,11 @@ class Technique:
         return batch
 
     def predict(self, trace: Trace) -> Trace:
-        """What the technique does to sizes, types and schedule. Pure."""
+        """The trace with the technique's sizes, types and schedule. Pure."""
         return trace
 
     def untraced_bytes(self, device: str) -> int:
-        """What it keeps on the device during a step that no trace shows, at most."""
+        """Upper bound of its bytes on the device during a step that no trace shows."""
         return 0
 
     # -- training step -------------------------------------------------------------------------
@@ -328,7 +333,7 @@ class Technique:
 
     @property
     def loss_units(self) -> LossUnits | None:
-        """What the loss of a part is averaged over, where the technique knows."""
+        """Units a part's loss is averaged over, if the technique knows."""
         return None
 
     # -- several ranks -------------------------------------------------------------------------
@@ -370,7 +375,7 @@ class Technique:
         return False
 
     def estimate_update(self, updates: Updates) -> Update | None:
-        """What the update takes, where that needs no trace."""
+        """Bytes of the update, if that needs no trace."""
         return None
 
     def between(self) -> tuple[Self, Self, float] | None:

@@ -40,7 +40,7 @@ class Statistics(NamedTuple):
     running: Running | None
 
     def known(self) -> Statistics:
-        """What is left when the first normalization has run."""
+        """The rest, after the first normalization."""
         return Statistics(self.found, None, None)
 
 
@@ -175,7 +175,7 @@ class _Fusion:
     def _in_groups(self, norm: Any, x: torch.Tensor, groups: int) -> torch.Tensor | None:
         """The batch as groups one after the other, each with its statistics; None where it cannot.
 
-        What PyTorch refuses is left to it: one value a channel, or a shape that does not fit.
+        PyTorch itself refuses one value a channel, or a shape that does not fit.
         """
         if not (norm.training and type(x) in (torch.Tensor, FakeTensor) and _is_there(x)):
             return None

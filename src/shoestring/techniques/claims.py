@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 WHAT = ("loss", "gradients", "buffers", "random stream", "optimizer state", "parameters")
-"""What a training step leaves behind."""
+"""The results of a training step that are compared."""
 VALUES = tuple(what for what in WHAT if what != "random stream")
 MOVED = ("optimizer state", "parameters")
 
@@ -36,7 +36,7 @@ LOSSLESS, NEAR_LOSSLESS, LOSSY = "lossless", "near-lossless", "lossy"
 
 @dataclass(frozen=True)
 class Circumstances:
-    """What decides how close a technique is."""
+    """Facts that decide how close a technique is."""
 
     device: str
     batch_norm: bool = False
@@ -51,7 +51,7 @@ class Circumstances:
 
 @dataclass(frozen=True)
 class Claim:
-    """A technique is no closer than this, and why."""
+    """The closest level a technique can reach, and why."""
 
     level: Level
     why: str
@@ -61,7 +61,7 @@ class Claim:
 
 
 Claims = dict[str, tuple[Level, str]]
-"""What → how close, and why not closer."""
+"""Result → how close, and why not closer."""
 
 
 def weakest(claims: Iterable[Claim]) -> Claims:

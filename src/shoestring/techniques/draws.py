@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 
 class RecomputeObserver(Protocol):
-    """Is told of every recomputation of a step."""
+    """Observes every recomputation of a step."""
 
     keeps_state: bool
     """Whether PyTorch puts the generators back."""
@@ -77,7 +77,7 @@ _observers: list[RecomputeObserver | None] = []
 
 @contextmanager
 def observed_by(observer: RecomputeObserver | None) -> Iterator[None]:
-    """Tell it of every recomputation until the end; None: nobody is told."""
+    """Notify it of every recomputation until the end; None: no observer."""
     _observers.append(observer)
     try:
         yield
@@ -86,5 +86,5 @@ def observed_by(observer: RecomputeObserver | None) -> Iterator[None]:
 
 
 def observer() -> RecomputeObserver | None:
-    """The one that is told now."""
+    """The current observer."""
     return _observers[-1] if _observers else None

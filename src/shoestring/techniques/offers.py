@@ -1,4 +1,4 @@
-"""What a planner and the techniques say to each other.
+"""The values that planner and techniques exchange.
 
 The planner describes a training step (`Context`). Each technique answers with `Offer`s: settings
 that could be used, and how each scales the passes of the plain step. One technique may be the
@@ -18,8 +18,8 @@ from torch import nn
 
 from ..memory.work import Cost, Work
 from ..trace.blocks import writers
-from ..trace.capture import Loss
 from ..trace.graph import Trace
+from ..trace.tracing import Loss
 from .base import Technique
 from .claims import Circumstances, Level
 from .plan import Plan
@@ -38,6 +38,9 @@ class Scales:
     """How often the passes run; the gradients of the parts before are there when one begins."""
     number_type: str = "fp32"
     """In which the products are computed, where it is not the model's own."""
+    inputs_here: int | None = None
+    """Of the inputs that recomputed blocks start from, how many are on the device at once, the
+    others on the host; None for all."""
 
     def __mul__(self, other: Scales) -> Scales:
         return Scales(
@@ -45,6 +48,7 @@ class Scales:
             self.width * other.width,
             self.parts * other.parts,
             other.number_type if self.number_type == "fp32" else self.number_type,
+            self.inputs_here if other.inputs_here is None else other.inputs_here,
         )
 
 
@@ -54,7 +58,7 @@ class Offer:
 
     technique: Technique
     why: str
-    """What they change, for the plan's table."""
+    """Their effect, for the plan's table."""
     scales: Scales = Scales()
     lossiness: float = 0.0
     """Orders lossy ones: points of accuracy that somebody measured on some network."""
@@ -114,7 +118,8 @@ class Context:
         """On CUDA a budget is of what the allocator takes from the card, not of what is in use."""
         self._batch_norm = batch_norm
         self.found: dict[str, Any] = {}
-        """What techniques learned of the plain step, for contexts `within` some technique."""
+        """Facts that techniques learned about the plain step, shared with contexts `within`
+        some technique: "region_inputs" are the bytes each block is recomputed from."""
         self.split = split or SplitFound("auto", None, "assumed: the loss was not tested")
         """How the loss of a batch splits into those of its parts, as tested on real values."""
         self._writers = writers
@@ -139,7 +144,7 @@ class Context:
 
     @cached_property
     def writers(self) -> frozenset[str]:
-        """Modules whose buffers change in the forward pass."""
+        """Modules whose buffers or parameters change in the forward pass."""
         return writers(self.trace) if self._writers is None else self._writers
 
     @property
@@ -155,17 +160,20 @@ class Context:
 
 @dataclass(frozen=True)
 class Update:
-    """What is there beside the passes; none of it depends on the schedule."""
+    """Resident bytes beside the passes; none depend on the schedule."""
 
     model_bytes: int
     """Parameters and buffers."""
     gradient_bytes: int
     state_bytes: int
     passing_bytes: int
-    """What the update needs for a moment beside all of the above."""
+    """Temporary bytes of the update, on top of all of the above."""
     work: Work
     link_bytes: int = 0
-    """What comes from the host and goes back there."""
+    """Bytes that are copied from the host and back."""
+    host_launches: float = 0
+    """Time of Python beside launching kernels, in kernel launches; a graph has none
+    of it."""
 
     def toward(self, other: Update, share: float) -> Update:
         """On the line to another; the work is this one's."""
@@ -177,7 +185,7 @@ class Update:
 
 
 class Updates(Protocol):
-    """What is known of updates while another one is estimated."""
+    """Known updates, to estimate another one."""
 
     context: Context
     trained: dict[str, int]
@@ -190,7 +198,7 @@ class Updates(Protocol):
 
 @dataclass(frozen=True)
 class Conditions:
-    """What a schedule must live with, by the other techniques of a plan."""
+    """Conditions that the other techniques of a plan set for a schedule."""
 
     scales: Scales
     gradients: float

@@ -1,4 +1,4 @@
-"""What techniques must know of PyTorch's optimizers."""
+"""Facts about PyTorch's optimizers that techniques need."""
 
 from __future__ import annotations
 

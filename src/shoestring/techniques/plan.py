@@ -30,11 +30,14 @@ class Plan:
 
     techniques: tuple[Technique, ...] = ()
     budget_bytes: ClassVar[int | None] = None
-    """What a `BudgetPlan` was made for."""
+    """The request a `BudgetPlan` was made for."""
 
     def __init__(self, techniques: Iterable[Technique] = (), **named: Technique | None) -> None:
         if isinstance(techniques, Technique):
             raise InputError(f"{techniques!r} is one technique, not several", hint="give a list")
+        if isinstance(techniques, (str, Path)):
+            name = str(techniques)
+            raise InputError(f"{name!r} is not a plan", hint=f"load a file: Plan.load({name!r})")
         for name in named:
             if name not in registered():
                 raise InputError(_no_part(name), hint="its parts are " + ", ".join(registered()))
@@ -90,7 +93,7 @@ class Plan:
 
     @property
     def loss_units(self) -> LossUnits:
-        """What the loss of a part is averaged over."""
+        """Units a part's loss is averaged over."""
         return next((t.loss_units for t in self.techniques if t.loss_units), "auto")
 
     @property
@@ -166,7 +169,10 @@ class Plan:
                 raise ValueError("it is empty")
             given = json.loads(text) if Path(path).suffix == ".json" else tomllib.loads(text)
         except OSError as error:
-            raise InputError(f"cannot read the plan {path}: {error.strerror}") from None
+            raise InputError(
+                f"cannot read the plan {path}: {error.strerror}",
+                hint="plan.save(FILE) or shoestring plan MODEL --budget SIZE -o FILE writes one",
+            ) from None
         except (ValueError, RecursionError) as error:
             raise InputError(f"the plan {path} is damaged: {error}", hint="TOML or JSON") from None
         if not isinstance(given, Mapping):
@@ -188,16 +194,8 @@ def refusal(techniques: Iterable[Technique]) -> str | None:
     return next((why for why in found if why is not None), None)
 
 
-def check_place(path: str | Path) -> None:
-    """InputError where no plan can be saved, before one is sought."""
-    folder = Path(path).parent
-    if Path(path).is_dir() or not folder.is_dir():
-        what = "it is a folder" if Path(path).is_dir() else f"there is no folder {folder}"
-        raise InputError(f"cannot write the plan {path}: {what}", hint="such as plan.toml")
-
-
 def from_flags(given: Mapping[str, Any], unit: str = "examples") -> Plan:
-    """What the flags of the command line ask for; those that are None were not given."""
+    """The plan for flags of the command line; those that are None were not given."""
     made = (kind.from_flags(given, unit) for kind in registered().values())
     return Plan(technique for technique in made if technique is not None)
 

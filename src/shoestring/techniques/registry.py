@@ -83,4 +83,7 @@ def name_of(technique: object) -> str:
     name = getattr(technique, "name", None)
     if isinstance(technique, Technique) and name in registered():
         return str(name)
+    if isinstance(technique, type) and issubclass(technique, Technique):
+        kind = technique.__name__
+        raise InputError(f"{kind} is a class, not a technique", hint=f"make one: {kind}(…)")
     raise InputError(f"{technique!r} is not a technique", hint="one of " + ", ".join(registered()))

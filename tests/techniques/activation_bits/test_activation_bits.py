@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +18,6 @@ from shoestring.techniques import activation_bits as technique
 from shoestring.techniques.activation_bits.saving import SavedInBits, SavingInBits
 
 BITS = (8, 4, 2)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def network(width: int = 48) -> nn.Module:
@@ -340,7 +331,7 @@ def test_a_plan_uses_it_only_by_name() -> None:
     given: dict[str, Any] = {"loss": scaled, "optimizer": sgd(model), "budget": "1.6 MB"}
     with pytest.raises(ss.BudgetError) as error:
         ss.plan(model, x, allow="lossless", **given)
-    assert "activation_bits" in str(error.value.hint)
+    assert "allow " in str(error.value.hint)
     plan = ss.plan(model, x, allow="lossless,activation_bits", **given)
     assert [t.name for t in plan.techniques if t.name == "activation_bits"]
     assert plan.kind == "lossy"

@@ -19,8 +19,8 @@ from shoestring.memory.nodes import forward_graph
 from shoestring.memory.schedule import Kind, schedule
 from shoestring.step.apply import apply
 from shoestring.techniques import Checkpointing
-from shoestring.trace.capture import capture
 from shoestring.trace.graph import Trace
+from shoestring.trace.tracing import trace_model
 from techniques.small_models import SMALL, Small
 
 STRATEGIES = ["none", "no-bn", "every-1", "every-2", "every-5"]
@@ -96,7 +96,7 @@ def test_recomputed_products_are_exactly_those_predicted(strategy: str) -> None:
     """Products and convolutions, which the counter knows, on WRN-16-1."""
     known = builtin("wrn-16-1")
     model, batch = known.build(), known.batch(2)
-    trace = capture(model, batch, loss=known.loss)
+    trace = trace_model(model, batch, loss=known.loss)
     cheap_left_out = dataclasses.replace(
         trace,
         checkpoint=strategy,

@@ -18,7 +18,7 @@ from chains import chain_of
 from shoestring.memory.model import memory_profile
 from shoestring.step.apply import apply
 from shoestring.techniques import Checkpointing
-from shoestring.trace.capture import capture
+from shoestring.trace.tracing import trace_model
 
 
 class Bottleneck(nn.Module):
@@ -322,7 +322,7 @@ class Inverted(nn.Module):
 
 def test_counted_lean_blocks_hold_less_than_cheap_ones() -> None:
     model, batch = model_of(Inverted)
-    trace = capture(model, batch, loss=loss)
+    trace = trace_model(model, batch, loss=loss)
 
     def counted(schedule: str) -> tuple[int, int]:
         profile = memory_profile(dataclasses.replace(trace, checkpoint=schedule))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -53,6 +54,85 @@ class Counting(Centered):
         return torch.tanh(self.linear(x) * self.latest / len(self.shapes) + self.calls)
 
 
+class Scaled(nn.Module):
+    """Divides by a running scale, a parameter without gradient, that it moves in place."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.scale = nn.Parameter(torch.ones(width), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = torch.tanh(self.linear(x / self.scale.clone()))
+        self.move(x.detach().abs().mean(0))
+        return out
+
+    @torch.no_grad()
+    def move(self, seen: torch.Tensor) -> None:
+        self.scale.mul_(0.5).add_(0.5 * seen)
+
+
+class ThroughData(Scaled):
+    """Where no version shows it."""
+
+    def move(self, seen: torch.Tensor) -> None:
+        self.scale.data.mul_(0.5)[1:] += 0.5 * seen[1:]
+
+
+class DataSet(Scaled):
+    def move(self, seen: torch.Tensor) -> None:
+        self.scale.data = 0.5 * self.scale.data
+        self.scale.data.add_(0.5 * seen)
+
+
+class Replaced(Scaled):
+    def move(self, seen: torch.Tensor) -> None:
+        new = 0.5 * self.scale.data + 0.5 * seen
+        self.scale = nn.Parameter(new, requires_grad=False)
+
+
+class Written(Scaled):
+    """By functions that take what they write."""
+
+    @torch.no_grad()
+    def move(self, seen: torch.Tensor) -> None:
+        torch._foreach_mul_([self.scale], 0.5)
+        torch.add(self.scale, seen, alpha=0.5, out=self.scale)
+
+
+class InList(Scaled):
+    """A tensor that is neither parameter nor buffer."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.held = [torch.ones(width)]
+
+    def move(self, seen: torch.Tensor) -> None:
+        self.held[0].mul_(0.5).add_(0.5 * seen)
+        self.scale.data.copy_(self.held[0])
+
+
+class Renormalized(nn.Module):
+    """A weight that trains, made shorter before it is used."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear, self.bounded = nn.Linear(width, width), nn.Tanh()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.linear.weight
+        weight.data.div_(weight.data.norm() + 0.5)
+        return self.bounded(self.linear(x))
+
+
+class GivenChanged(Renormalized):
+    """What it is given, unseen by autograd."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x.data.mul_(0.9)
+        return self.bounded(self.linear(x))
+
+
 class Stack(nn.Module):
     def __init__(self, kind: type[nn.Module], *, twice: bool) -> None:
         super().__init__()
@@ -76,9 +156,17 @@ def attributes(model: nn.Module) -> list[Any]:
     return [getattr(m, name, None) for m in model.modules() for name in names]
 
 
-@pytest.mark.parametrize("twice", [False, True])
-@pytest.mark.parametrize("strategy", ["residual-1", "residual-2*", "[[keep, cheap], keep], keep"])
-@pytest.mark.parametrize("kind", [Centered, InPlace, Counting])
+STRATEGIES = "residual-1", "residual-2*", "[[keep, cheap], keep], keep"
+IN_PLACE = Scaled, ThroughData, DataSet, Replaced, Written, InList, Renormalized, GivenChanged
+
+
+@pytest.mark.parametrize(
+    ("kind", "strategy", "twice"),
+    [
+        *itertools.product((Centered, InPlace, Counting), STRATEGIES, (False, True)),
+        *itertools.product(IN_PLACE, STRATEGIES[::2], (True,)),
+    ],
+)
 def test_recomputation_leaves_modules_as_plain_training_does(
     kind: type[nn.Module], strategy: str, twice: bool
 ) -> None:
@@ -86,19 +174,47 @@ def test_recomputation_leaves_modules_as_plain_training_does(
     plain = Stack(kind, twice=twice)
     planned = copy.deepcopy(plain)
     batches = [torch.randn(5, 6) for _ in range(3)]
-    updates = torch.optim.SGD(plain.parameters(), lr=0.1)
+    updates = torch.optim.SGD([p for p in plain.parameters() if p.requires_grad], lr=0.1)
     for batch in batches:
         updates.zero_grad()
-        loss(plain, batch).backward()
+        loss(plain, batch.clone()).backward()
         updates.step()
-    step = ss.apply(
-        [Checkpointing.parse(strategy)], planned, torch.optim.SGD(planned.parameters(), lr=0.1),
-        loss=loss,
-    )  # fmt: skip
+    trained = [p for p in planned.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=0.1)
+    step = ss.apply([Checkpointing.parse(strategy)], planned, optimizer, loss=loss)
     for batch in batches:
-        step(batch)
+        step(batch.clone())
     for (name, one), (_, other) in zip(
         plain.state_dict().items(), planned.state_dict().items(), strict=True
     ):
         assert torch.equal(one, other), name
     assert attributes(plain) == attributes(planned)
+
+
+class MovedSecond(Scaled):
+    """Moves its scale in the second call only, after the first has read it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.calls = 0
+
+    def move(self, seen: torch.Tensor) -> None:
+        self.calls += 1
+        if self.calls == 2:
+            super().move(seen)
+
+
+def test_what_changes_after_a_block_has_read_it_is_refused() -> None:
+    model = Stack(MovedSecond, twice=True)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    step = ss.apply([Checkpointing.parse("residual-1")], model, optimizer, loss=loss)
+    with pytest.raises(ss.InputError, match=r"MovedSecond\.scale was changed in place after"):
+        step(torch.randn(5, 6))
+
+
+def test_functions_that_read_what_is_changed_unseen_are_refused() -> None:
+    model = Stack(Renormalized, twice=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = ss.apply([Checkpointing.parse("every-2")], model, optimizer, loss=loss)
+    with pytest.raises(RuntimeError, match="changed in place after a function read it"):
+        step(torch.randn(5, 6))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -28,7 +27,7 @@ from shoestring.techniques.checkpointing.stages import evaluate
 from shoestring.techniques.claims import Level
 from shoestring.techniques.plan import Plan
 from shoestring.trace.blocks import block_levels
-from shoestring.trace.capture import capture
+from shoestring.trace.tracing import trace_model
 from shoestring.verification.verify import verify
 from techniques.small_models import SMALL
 from tiers import slow_but
@@ -43,14 +42,6 @@ FOUR = [
 ]
 CASES = [("residual", schedule) for schedule in FOUR]
 CASES += [("transformer", schedule) for schedule in FOUR[1::2]]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -186,7 +177,7 @@ class Layer(nn.Module):
 )  # fmt: skip
 def test_the_fundamental_accounting_reads_schedules(schedule: str, same_as: str) -> None:
     known = builtin("wrn-16-1")
-    trace = capture(known.build(), known.batch(2), loss=known.loss, optimizer="sgd")
+    trace = trace_model(known.build(), known.batch(2), loss=known.loss, optimizer="sgd")
     ours = memory_profile(Checkpointing("per-block", schedule=(schedule,)).predict(trace))
     named = memory_profile(Checkpointing(same_as).predict(trace))
     # With a star the strategies make the normalisation behind the blocks again too.
@@ -196,7 +187,7 @@ def test_the_fundamental_accounting_reads_schedules(schedule: str, same_as: str)
 
 def test_the_fundamental_accounting_of_a_mixed_schedule_lies_between() -> None:
     known = builtin("wrn-16-1")
-    trace = capture(known.build(), known.batch(2), loss=known.loss, optimizer="sgd")
+    trace = trace_model(known.build(), known.batch(2), loss=known.loss, optimizer="sgd")
 
     def profile(text: str) -> tuple[int, int]:
         found = memory_profile(Checkpointing("per-block", schedule=(text,)).predict(trace))

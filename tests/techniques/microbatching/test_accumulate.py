@@ -12,7 +12,7 @@ from torch import nn
 
 from shoestring import Plan
 from shoestring.step.apply import apply
-from shoestring.step.trace_step import capture_step
+from shoestring.step.trace_step import trace_plan
 from shoestring.techniques import Checkpointing, Microbatching, Precision, Sparsity
 from shoestring.techniques.microbatching import accumulate as module
 from tiers import slow_but
@@ -248,7 +248,7 @@ def test_a_prediction_finds_gradients_where_they_are(monkeypatch):
     parameters = []
     for devices in ((), ("cpu",)):
         monkeypatch.setattr(module, "DEVICES", devices)
-        trace = capture_step(
+        trace = trace_plan(
             Plan.of([Microbatching(2)]),
             model,
             batch,

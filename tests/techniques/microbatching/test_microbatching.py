@@ -15,7 +15,7 @@ from shoestring.errors import InputError, NoEffectWarning
 from shoestring.step.apply import apply
 from shoestring.techniques import Microbatching, microbatching
 from shoestring.techniques.base import Technique
-from shoestring.trace.capture import capture
+from shoestring.trace.tracing import trace_model
 from techniques.small_models import SMALL
 
 torch.set_num_threads(1)
@@ -212,7 +212,7 @@ def test_predictions_still_ask_for_whole_microbatches():
 
 def test_compensation_is_counted():
     small = SMALL["mlp"]
-    trace = capture(small.build(), small.batch(), loss=small.loss, optimizer="sgd")
+    trace = trace_model(small.build(), small.batch(), loss=small.loss, optimizer="sgd")
     assert Microbatching(2).predict(trace) is trace
     more = Microbatching(2, accumulate="compensated").predict(trace)
     for before, after in zip(trace.parameters, more.parameters, strict=True):

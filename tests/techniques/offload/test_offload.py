@@ -8,7 +8,7 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,9 @@ from torch import nn
 import shoestring as ss
 from shoestring.errors import InputError, NoEffectWarning
 from shoestring.step.predict import predict_step
+from shoestring.techniques import host
 from shoestring.techniques import offload as technique
-from shoestring.techniques.offload.host import _pinned, folder_for, in_memory
+from shoestring.techniques.host import _pinned, folder_for, in_memory
 from shoestring.techniques.offload.state import OffloadedState
 from shoestring.trace.places import is_elsewhere
 
@@ -33,14 +34,6 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
 }
 OFFLOAD = ss.Offload(smallest=1)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(params=["mapped", "streamed"])
@@ -196,6 +189,23 @@ def test_a_loaded_state_is_a_copy(way: str) -> None:
     before = [t.clone() for t in everything(one)]
     other(data(2))
     assert all(torch.equal(a, b) for a, b in zip(before, everything(one), strict=True))
+
+
+def test_what_was_fetched_ahead_is_not_used_once_the_state_was_changed(way: str) -> None:
+    """Released gradients let the first chunk of a step come in while nobody looks."""
+    plans = [(ss.GradientRelease(),), (ss.GradientRelease(), OFFLOAD)]
+    ended = []
+    for plan in plans:
+        step = trained("adamw", *plan)
+        saved = copy.deepcopy(step.state_dict())
+        step(data(7))
+        step.load_state_dict(saved)
+        step(data(8))
+        for parameter in step.model.parameters():
+            step.optimizer.state[parameter]["exp_avg"].zero_()
+        step(data(9))
+        ended.append(step)
+    assert equal(*ended)
 
 
 def test_state_there_is_already_is_moved(way: str) -> None:
@@ -378,12 +388,10 @@ def test_a_disk_that_fills_loses_nothing(tmp_path: Path) -> None:
 
 def test_no_room_is_said_before_anything_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 20 kB, where Adam needs more."""
-    usage = technique.host.shutil.disk_usage
+    usage = host.shutil.disk_usage
     model = network()
     own = OPTIMIZERS["adamw"](model.parameters())
-    monkeypatch.setattr(
-        technique.host.shutil, "disk_usage", lambda f: usage(f)._replace(free=20_000)
-    )
+    monkeypatch.setattr(host.shutil, "disk_usage", lambda f: usage(f)._replace(free=20_000))
     with pytest.raises(InputError, match=r"112\.9 KB has no room: the disk of .* has 20\.0 KB"):
         ss.apply([OFFLOAD], model, own, loss=loss)
     assert not own.state and not isinstance(own.state, OffloadedState)
@@ -407,7 +415,7 @@ def test_folders(tmp_path: Path) -> None:
 
 def test_no_disk_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where temporary files lie in memory, and nothing else was given."""
-    monkeypatch.setattr(technique, "in_memory", lambda folder: True)
+    monkeypatch.setattr(host, "in_memory", lambda folder: True)
     with pytest.raises(InputError, match="lies in memory: nothing would be saved"):
         ss.apply([OFFLOAD], m := network(), _adamw(m), loss=loss)
 
@@ -446,7 +454,7 @@ def test_a_plan_offloads_before_it_rounds_and_says_what_is_hidden() -> None:
     assert "offload" in [t.name for t in plan.techniques]
     assert plan.predicted.link_bytes == pytest.approx(8 * 2 * 4 * 256**2, rel=1e-3)
     assert plan.predicted.hidden_seconds == 0
-    assert "4.2 MB come from the host and go back, 4.19 ms, 0% of it hidden" in str(plan)
+    assert "4.2 MB copied from the host and back, 4.19 ms, 0% of it hidden" in str(plan)
     step = ss.apply(plan, model, torch.optim.AdamW(model.parameters()), loss=loss)
     step(x)
     assert step.measure(x).peak_bytes == pytest.approx(plan.predicted.peak_bytes, rel=0.01)

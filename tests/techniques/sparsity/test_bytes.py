@@ -14,8 +14,8 @@ from shoestring.step.apply import apply
 from shoestring.step.predict import predict_step
 from shoestring.techniques import Sparsity
 from shoestring.techniques.sparsity import sparse_tensors
-from shoestring.trace.capture import capture
 from shoestring.trace.graph import Trace
+from shoestring.trace.tracing import trace_model
 from tiers import slow_but
 
 from .small_models import CASES, OPTIMIZERS, build
@@ -30,7 +30,7 @@ BATCH = torch.randn(2, 3, 32, 32), torch.tensor([1, 2])
 
 @pytest.fixture(scope="module")
 def trace() -> Trace:
-    return capture(wide_resnet(28, 2), BATCH, loss=loss, optimizer="sgd")
+    return trace_model(wide_resnet(28, 2), BATCH, loss=loss, optimizer="sgd")
 
 
 def held_bytes(tensors: list[Tensor]) -> int:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.func import functional_call
 
 import shoestring as ss
 from shoestring.errors import InputError, UnprovenWarning
@@ -76,6 +77,12 @@ def class_weights(m: nn.Module, b: Any) -> torch.Tensor:
     return F.cross_entropy(m(b[0]), b[1], weight=torch.arange(1.0, 21.0).to(b[0].dtype))
 
 
+def balanced(m: nn.Module, b: Any) -> torch.Tensor:
+    """Labels weigh by how rare they are in the batch; of a few examples each is the only one."""
+    each = F.cross_entropy(m(b[0]), b[1], reduction="none")
+    return (each / torch.bincount(b[1], minlength=20)[b[1]]).mean()
+
+
 def items(m: nn.Module, b: Any) -> torch.Tensor:
     lost = F.cross_entropy(m(b["tokens"]).transpose(1, 2), b["labels"], reduction="sum")
     return lost / b["items"]
@@ -137,12 +144,23 @@ def test_parts_by_these_units_have_the_gradient_of_the_whole(name: str) -> None:
         torch.testing.assert_close(whole, parts, rtol=2e-5, atol=1e-6)
 
 
+def inner_step(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """It takes gradients itself, so it does not run without them."""
+    weights = dict(model.named_parameters())
+    first = functional_call(model, weights, (batch,)).square().mean()
+    slopes = torch.autograd.grad(first, list(weights.values()), create_graph=True)
+    moved = {n: w - 0.1 * g for (n, w), g in zip(weights.items(), slopes, strict=True)}
+    return (functional_call(model, moved, (batch.flip(1),)) - 1).square().mean()
+
+
 REFUSED = {
     "contrastive": (lambda: X, contrastive, "compares them with each"),
     "mixed up": (lambda: (X, labels()), mixed, "compares them with each"),
     "root of a mean": (lambda: X * torch.arange(1, 9)[:, None],
                        lambda m, b: m(b).square().mean().sqrt(), "neither a mean nor a sum"),
     "class weights": (lambda: (X, labels()), class_weights, "class weights"),
+    "an inner step": (lambda: X, inner_step, "neither a mean nor a sum"),
+    "balanced classes": (lambda: (X, torch.arange(8)), balanced, "neither a mean nor a sum"),
 }  # fmt: skip
 
 

@@ -23,10 +23,11 @@ _LOSSINESS = {8: 0.05, 4: 0.3, 2: 1.0}
 @register
 @dataclass(frozen=True)
 class ActivationBits(Technique):
-    """Keep what autograd saves in `bits` bits (8, 4 or 2); tensors under `smallest` as they are.
+    """Store what autograd saves in `bits` bits (8, 4 or 2).
 
-    The forward pass is the plain one. Gradients are those of rounded activations, right on average;
-    `seed` is that of the rounding.
+    Tensors of fewer than `smallest` elements are stored as they are. The forward pass is the plain
+    one. Gradients are those of rounded activations, right on average. `seed` is the seed of the
+    random rounding.
     """
 
     name: ClassVar[str] = "activation_bits"
@@ -61,7 +62,7 @@ class ActivationBits(Technique):
         return f"{self.bits}-bit activations"
 
     def describe(self) -> tuple[str, str]:
-        """What they do."""
+        """The text for plans and tables."""
         return self.short(), f"saved activations rounded at random to {self.bits} bits"
 
     @classmethod
@@ -104,7 +105,7 @@ class ActivationBits(Technique):
 
 @dataclass(frozen=True)
 class _ActivationNoise:
-    """What outlives a step: where the random stream is."""
+    """State between steps: the position in the random stream."""
 
     noise: Noise
 

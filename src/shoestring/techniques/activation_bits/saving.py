@@ -1,4 +1,4 @@
-"""What autograd saves in a forward pass, in few bits.
+"""Tensors that autograd saves in a forward pass, in few bits.
 
 Saved-tensor hooks see each tensor as it is saved. A function mode knows for which function: only
 what products, normalizations and smooth activations save is rounded, for their gradients are linear
@@ -23,12 +23,13 @@ from torch.overrides import TorchFunctionMode
 from ...kernels import expected, has_triton, launched
 from ...kernels import saved_codes as codec
 from ...kernels.rounding import Noise
-from ...torch_private.autograd import DisableTorchFunction
+from ...torch_private.autograd import DisableTorchFunction, active_saved_tensors_hooks
 from ...trace.batches import tensors_of
 from ...trace.cuda import is_dense, on_cuda
 from ...trace.fakes import is_fake
 from ..base import Run
-from ..saving import inputs_are_kept
+from ..saving import Saved, inputs_are_kept
+from ..saving import storage_key as _key
 
 ROUNDED = frozenset(
     """
@@ -53,44 +54,48 @@ class SavedInBits:
 
     __slots__ = ("__weakref__", "_bits", "_codes", "_dtype", "_ranges", "_shape", "_stride")
 
-    def __init__(self, tensor: torch.Tensor, bits: int, noise: Noise) -> None:
+    def __init__(self, tensor: torch.Tensor, bits: int, noise: Noise, outer: Any = None) -> None:
         dense = is_dense(tensor)
         held = tensor.detach() if dense else tensor.detach().contiguous()
         self._shape, self._stride = held.shape, held.stride()
         self._dtype, self._bits = held.dtype, bits
         flat, elements = held.as_strided((held.numel(),), (1,)), held.numel()
-        self._codes = flat.new_empty(codec.code_bytes(elements, bits), dtype=torch.uint8)
-        self._ranges = None
+        codes = flat.new_empty(codec.code_bytes(elements, bits), dtype=torch.uint8)
+        ranges = None
         if bits != codec.SIGNS:
             groups = codec.groups_of(elements)
-            self._ranges = flat.new_empty((groups, 2), dtype=torch.float32)
-        written = [t for t in (self._codes, self._ranges) if t is not None]
+            ranges = flat.new_empty((groups, 2), dtype=torch.float32)
+        written = [t for t in (codes, ranges) if t is not None]
         if not _has_kernels(flat):
-            codec.encode(flat, self._codes, self._ranges, bits, noise.counter)
+            codec.encode(flat, codes, ranges, bits, noise.counter)
         elif is_fake(flat):
             launched("encode_saved", [flat, noise.counter], written)
         else:
             from ...kernels import saved_kernels
 
-            saved_kernels.encode(flat, self._codes, self._ranges, bits, noise.counter)
+            saved_kernels.encode(flat, codes, ranges, bits, noise.counter)
         noise.move(1)
+        self._codes = Saved(codes, outer)
+        self._ranges = None if ranges is None else Saved(ranges, outer)
 
     @torch.no_grad()
     def value(self) -> torch.Tensor:
         """The tensor again."""
+        codes = self._codes.value()
+        ranges = None if self._ranges is None else self._ranges.value()
         made = torch.empty_strided(
-            self._shape, self._stride, dtype=self._dtype, device=self._codes.device
+            self._shape, self._stride, dtype=self._dtype, device=codes.device
         )
         flat = made.as_strided((made.numel(),), (1,))
-        read = [t for t in (self._codes, self._ranges) if t is not None]
+        read = [t for t in (codes, ranges) if t is not None]
         if not _has_kernels(flat):
-            codec.decode(self._codes, self._ranges, self._bits, flat)
+            codec.decode(codes, ranges, self._bits, flat)
         elif is_fake(flat):
             launched("decode_saved", read, [flat])
         else:
             from ...kernels import saved_kernels
 
-            saved_kernels.decode(self._codes, self._ranges, self._bits, flat)
+            saved_kernels.decode(codes, ranges, self._bits, flat)
         return made
 
 
@@ -111,11 +116,13 @@ class SavingInBits(TorchFunctionMode):
         self._opaque = 0
         self._known: dict[Any, tuple[Any, Any]] = {}
         """Storage and version → kept whole; with bits and window → its codes. And when it goes."""
+        self._outer: Any = None
         self.rounded = 0
 
     def __enter__(self) -> SavingInBits:
         super().__enter__()
         self._stack = ExitStack()
+        self._outer = active_saved_tensors_hooks()
         hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
         self._stack.enter_context(hooks)
         for module in self._model.modules():
@@ -129,6 +136,7 @@ class SavingInBits(TorchFunctionMode):
     def __exit__(self, *error: Any) -> None:
         self._stack.close()
         self._known.clear()
+        self._outer = None
         super().__exit__(*error)
 
     def _closed(self, *_: Any) -> None:
@@ -157,13 +165,13 @@ class SavingInBits(TorchFunctionMode):
             whole = _key(tensor), tensor._version
             if bits is None:
                 self._note(whole, tensor, lambda: None)
-                return tensor
+                return Saved(tensor, self._outer)
             if whole in self._known:  # it costs nothing to keep for others, too
-                return tensor
+                return Saved(tensor, self._outer)
             key = (_key(tensor), bits, *_reading(tensor))
             found = self._known[key][0]() if key in self._known else None
             if found is None:
-                found = SavedInBits(tensor, bits, self._noise)
+                found = SavedInBits(tensor, bits, self._noise, self._outer)
                 self.rounded += 1
                 self._note(key, tensor, weakref.ref(found))
             return found
@@ -203,8 +211,8 @@ class SavingInBits(TorchFunctionMode):
         return alike and not (isinstance(read, torch.Tensor) and _key(read) == _key(tensor))
 
 
-def _unpack(packed: Any) -> torch.Tensor:
-    return packed.value() if isinstance(packed, SavedInBits) else packed
+def _unpack(packed: SavedInBits | Saved) -> torch.Tensor:
+    return packed.value()
 
 
 def saving_in_bits(
@@ -220,10 +228,6 @@ def saving_in_bits(
         return loss
 
     return saving
-
-
-def _key(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 def _reading(tensor: torch.Tensor) -> tuple[Any, ...]:

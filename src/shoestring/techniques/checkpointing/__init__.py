@@ -53,7 +53,7 @@ class Checkpointing(Technique):
     changes_update: ClassVar[bool] = False
     proof: ClassVar[Any] = "without"
     suspects: ClassVar[Mapping[str, str]] = {
-        "buffers": "moved once more by BatchNorm that was recomputed",
+        "buffers": "moved twice by BatchNorm that was recomputed",
         "random stream": "more or fewer numbers were drawn: a dropout mask drawn again",
         "gradients": "a dropout mask drawn again, or a hook",
         "loss": "another forward pass",
@@ -226,7 +226,7 @@ class Checkpointing(Technique):
         return int(re.findall(r"\d+", self.strategy)[0])
 
     def _items(self, model: nn.Module, paths: list[str]) -> tuple[Item, ...]:
-        """What to do with each block."""
+        """The schedule: one item for each block."""
         if self.strategy == "per-block":
             items = read(self.schedule)
             if leaves(items) != len(paths):

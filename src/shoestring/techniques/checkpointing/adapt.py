@@ -13,13 +13,24 @@ def adapted(chain: Chain, at: Conditions) -> Chain:
     """The chain of a setting: bytes and work of one part of the minibatch."""
     gradients = sum(stage.parameter_gradient_bytes for stage in chain.stages)
     split = at.scales.parts > 1
-    return replace(
+    made = replace(
         chain,
         head=_adapted(chain.head, at),
         blocks=tuple(_adapted(stage, at) for stage in chain.blocks),
         tail=_adapted(chain.tail, at),
         fixed_bytes=at.resident_bytes + (int(gradients * at.gradients) if split else 0),
         floor_bytes=at.floor_bytes,
+    )
+    return made if at.scales.inputs_here is None else _inputs_away(made, at.scales.inputs_here)
+
+
+def _inputs_away(chain: Chain, here: int) -> Chain:
+    """Inputs of regions take nothing but for some; so no region needs more than one block."""
+    largest = max((stage.held_bytes for stage in chain.blocks), default=0)
+    return replace(
+        chain,
+        blocks=tuple(replace(stage, held_bytes=0, joins=False) for stage in chain.blocks),
+        fixed_bytes=chain.fixed_bytes + here * largest,
     )
 
 

@@ -83,7 +83,7 @@ def estimate_chain(
         return _shifted(plain, kept)
     first = () if blocks else _before(model, ran)
     if first and kept.kept[0] - kept.watch.gradient_bytes.get(-1, 0) > _HEAD * sum(kept.kept):
-        # What comes before the blocks keeps much: modules there become stages, too.
+        # The modules before the blocks keep much: they become stages, too.
         longer = run(("keep",) * (len(first) + len(ran)), (*first, *ran), optimizer)
         order = longer.watch.once()
         first = tuple(p for p in order[: order.index(ran[0])] if p in first)
@@ -177,7 +177,7 @@ ShownBy = dict[tuple[int, Item], tuple[int, int]]
 def _rounds(
     kept: StagedRun, classes: list[str], lighter: tuple[str, ...]
 ) -> tuple[list[tuple[Item, ...]], ShownBy]:
-    """What to do with the blocks in further runs, so that each kind shows all its ways."""
+    """Schedules for further traces, so that each kind of block is seen in every way."""
     rounds: list[dict[int, Item]] = []
     shown_by: ShownBy = {}
     ways: tuple[Item, ...] = (*lighter, ("keep",))

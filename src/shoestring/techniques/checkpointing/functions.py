@@ -32,7 +32,7 @@ ELEMENTWISE = PRODUCTS | _named(
     "float", "half", "bfloat16", "__add__", "__radd__", "__sub__", "__rsub__", "__neg__", "__pow__",
     "__rtruediv__",
 )  # fmt: skip
-"""What activations and normalizations are written with by hand."""
+"""Functions that handwritten activations and normalizations use."""
 
 SAVES_OUTPUT = frozenset({F.relu, F.sigmoid, F.tanh}) | _named(
     "relu", "sigmoid", "tanh", "exp", "sqrt", "rsqrt", "reciprocal"
@@ -45,11 +45,11 @@ _MORE: set[Any] = {
     torch.bmm,
 }  # fmt: skip
 NODES = CHEAP | _MORE
-"""What `every-M` counts: functions whose gradient reads their input."""
+"""Functions that `every-M` counts: their gradient reads their input."""
 
 WIDENING = frozenset(_MORE | {torch.addmm})
 
 JOINTS: frozenset[Any] = frozenset(
     {torch.add, torch.Tensor.add, torch.Tensor.__add__, F.pad, F.avg_pool2d, F.adaptive_avg_pool2d}
 )
-"""What `every-M` recomputes on the way without counting it."""
+"""Functions that `every-M` recomputes on the way without counting them."""

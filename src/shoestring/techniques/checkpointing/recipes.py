@@ -20,7 +20,7 @@ Example, `y = conv(relu(bn(x)))` where batch_norm and relu are chosen:
     relu asks for b           the same b; no reader is left, so it goes
 
 Words: a `_Recipe` makes one output; a `_View` reads it as a saved tensor has it (shape, strides); a
-`_Kept` is a tensor that recipes start from (x); a `_Saved` one that autograd keeps as it is (w). A
+`_Kept` is a tensor that recipes start from (x); a `Saved` one that autograd keeps as it is (w). A
 tensor changed in place after it was noted is no longer what its recipe makes, and is kept.
 """
 
@@ -28,20 +28,23 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any
 
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ...memory.nodes import WIDE
 from ...torch_private.autograd import DisableTorchFunction, active_saved_tensors_hooks
 from ...torch_private.trees import tree_leaves
-from ..saving import keeps_inputs
+from ..saving import Saved, keeps_inputs, without_node
 from .functions import CHEAP, ELEMENTWISE, JOINTS, NODES, PRODUCTS, SAVES_OUTPUT, WIDENING
 from .regions import without_statistics
+from .writes import hidden_writes, may_write
 
 _unseen = DisableTorchFunction
 """Around questions about tensors: regions outside would look at each of them."""
@@ -67,20 +70,25 @@ class _View:
 class _Kept:
     """A tensor that is kept, by the hooks that were in force outside."""
 
-    __slots__ = ("_packed", "_unpack", "_value", "_version")
+    __slots__ = ("_key", "_packed", "_unpack", "_value", "_version", "_writes", "_written")
 
-    def __init__(self, tensor: torch.Tensor, outer: Any) -> None:
-        self._value: torch.Tensor | None = tensor if outer is None else None
+    def __init__(self, tensor: torch.Tensor, outer: Any, writes: Counter[int]) -> None:
+        self._value: torch.Tensor | None = without_node(tensor) if outer is None else None
         with keeps_inputs():
             self._packed = None if outer is None else outer[0](tensor)
         self._unpack = None if outer is None else outer[1]
         self._version = tensor._version
+        self._writes, self._key = writes, _key(tensor)
+        self._written = writes[self._key]
 
     def value(self) -> torch.Tensor:
+        changed = self._writes[self._key] != self._written
         if self._value is None:  # a region's tensor can be asked for only once
             assert self._unpack is not None
             self._value = self._unpack(self._packed).detach()
-        elif self._unpack is None and self._value._version != self._version:
+        elif self._unpack is None:
+            changed |= self._value._version != self._version
+        if changed:
             raise RuntimeError(
                 f"a tensor of shape {tuple(self._value.shape)} was changed in place after a "
                 "function read it whose output is to be recomputed; change a copy, or keep the "
@@ -97,7 +105,7 @@ class _Recipe:
     def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.func, self.args, self.kwargs = func, args, kwargs
         self.cast: AbstractContextManager[Any] = nullcontext()
-        """What chose the types when it ran."""
+        """The autocast state when it ran."""
         self.roots: frozenset[int] = frozenset()
         """Numbers of the tensors that are kept for it."""
         self.made: torch.Tensor | None = None
@@ -106,10 +114,10 @@ class _Recipe:
         self.pinned: _Kept | None = None
         """The output itself, where something outside keeps it anyway."""
 
-    def pin(self, tensor: torch.Tensor, outer: Any) -> None:
+    def pin(self, tensor: torch.Tensor, outer: Any, writes: Counter[int]) -> None:
         """Keep the output after all, and nothing it was made from."""
         if self.pinned is None:
-            self.pinned, self.args = _Kept(tensor.detach(), outer), ()
+            self.pinned, self.args = _Kept(tensor.detach(), outer, writes), ()
 
     def make(self) -> torch.Tensor:
         """Run it, and what it starts from; held while more readers wait."""
@@ -150,6 +158,8 @@ class Recipes:
         self._count = itertools.count()
         self._current: tuple[_Recipe, Callable[[torch.Tensor], bool]] | None = None
         self._outer: Any = None
+        self._writes: Counter[int] = Counter()
+        """Storage → how often it was written through `.data`, which no version shows."""
 
     def __enter__(self) -> Recipes:
         self._outer = active_saved_tensors_hooks()
@@ -174,16 +184,18 @@ class Recipes:
         self._outer = None
 
     def hand_over(self, outputs: Any) -> None:
-        """What leaves the context is kept by its reader, so it need not be recomputed."""
+        """A tensor that leaves the context is kept by its reader, so it need not be recomputed."""
         for tensor in tree_leaves(outputs):
             recipe = self._recipe(tensor) if isinstance(tensor, torch.Tensor) else None
             if recipe is not None:
-                recipe.pin(tensor, self._outer)
+                recipe.pin(tensor, self._outer, self._writes)
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a function; note its output if it is one to recompute."""
         with _unseen():
             begun = self._begun(func, args, kwargs)
+            if may_write(func) or "out" in kwargs:
+                self._writes.update(map(_key, hidden_writes(func, args, kwargs)))
         if begun is None:
             return func(*args, **kwargs)
         recipe, in_place, given = begun
@@ -281,26 +293,31 @@ class Recipes:
         return 0 if self._every is None else max(self._nodes - 1, 0) // self._every
 
     def _keep_from_before(self, tensor: torch.Tensor) -> None:
-        """What an earlier part made and this one reads is kept."""
+        """Keep what an earlier part made and this one reads."""
         recipe = self._recipe(tensor)
         if recipe is not None and recipe.part < self._part:
-            recipe.pin(tensor, self._outer)
+            recipe.pin(tensor, self._outer, self._writes)
             del self._noted[_key(tensor)]
 
     def _argument(self, argument: Any) -> Any:
-        if not isinstance(argument, torch.Tensor) or (argument.is_leaf and argument.requires_grad):
+        if not isinstance(argument, torch.Tensor):
             return argument
-        if argument.is_leaf:  # a buffer: the block may write it in place
-            return _Kept(argument, None)
+        if argument.is_leaf and argument.requires_grad and type(argument) is not nn.Parameter:
+            return argument
+        if argument.is_leaf:  # a buffer or parameter: the block may write it in place
+            return _Kept(argument, None, self._writes)
         recipe = self._recipe(argument)
-        return _Kept(argument, self._outer) if recipe is None else _View(recipe, argument)
+        if recipe is not None:
+            return _View(recipe, argument)
+        return _Kept(argument, self._outer, self._writes)
 
     def _recipe(self, tensor: torch.Tensor) -> _Recipe | None:
         """How the tensor was made, unless it was changed since, or is read as something else."""
         noted = self._noted.get(_key(tensor))
         if noted is None:  # nothing is asked of it: a sparse weight would become dense to answer
             return None
-        return noted[0] if noted[1] == _reading(tensor) else None
+        read = self._writes[_key(tensor)], *_reading(tensor)
+        return noted[0] if noted[1] == read else None
 
     def _note(self, out: torch.Tensor, recipe: _Recipe) -> None:
         key, storage = _key(out), out.untyped_storage()
@@ -308,7 +325,8 @@ class Recipes:
         def gone(_: Any) -> None:
             self._noted.pop(key, None)
 
-        self._noted[key] = (recipe, _reading(out), weakref.ref(storage, gone))
+        read = self._writes[key], *_reading(out)
+        self._noted[key] = (recipe, read, weakref.ref(storage, gone))
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         with _unseen():
@@ -319,26 +337,13 @@ class Recipes:
         if self._current is not None and self._current[1](tensor):
             recipe = self._current[0]
         if recipe is None:
-            return _Saved(tensor, self._outer)
+            return Saved(tensor, self._outer)
         recipe.readers += 1
         return _View(recipe, tensor)
 
 
-class _Saved:
-    """A tensor kept as it is."""
-
-    __slots__ = ("_packed", "_unpack")
-
-    def __init__(self, tensor: torch.Tensor, outer: Any) -> None:
-        self._packed = tensor if outer is None else outer[0](tensor)
-        self._unpack = None if outer is None else outer[1]
-
-    def value(self) -> torch.Tensor:
-        return self._packed if self._unpack is None else self._unpack(self._packed)
-
-
-def _unpack(packed: _Saved | _View) -> torch.Tensor:
-    if isinstance(packed, _Saved):
+def _unpack(packed: Saved | _View) -> torch.Tensor:
+    if isinstance(packed, Saved):
         return packed.value()
     made = packed.of(packed.recipe.make())
     packed.recipe.readers -= 1
@@ -363,7 +368,7 @@ def _key(tensor: torch.Tensor) -> int:
 
 
 def _reading(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What a window on the same bytes must share: how often they were changed, and their kind."""
+    """Views of the same bytes must share this: the version counter, and the type."""
     return tensor._version, tensor.dtype, tensor.is_conj(), tensor.is_neg()
 
 

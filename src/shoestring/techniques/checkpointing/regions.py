@@ -26,6 +26,7 @@ from ..draws import observer
 from ..saving import keeps_inputs
 from .caches import refuse_caches
 from .module_state import FirstPass, ModuleState
+from .writes import may_write
 
 
 def region(
@@ -38,6 +39,8 @@ def region(
     kept: list[Any] = []
     leaves, spec = tree_flatten(args)
     refuse_caches(leaves)
+    # A tensor that is computed when it is read: inside it would be computed in one pass only.
+    leaves = [leaf.computed() if hasattr(type(leaf), "computed") else leaf for leaf in leaves]
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     rest = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
@@ -47,14 +50,14 @@ def region(
             filled[place] = tensor
         return run(*tree_unflatten(filled, spec))
 
-    first = (state or ModuleState([model])).watch()
-    with keeps_inputs():
+    first = (state or ModuleState([model])).watch(leaves[i] for i in places)
+    with keeps_inputs(of_block=True):
         out = checkpoint(
             rebuilt,
             *(leaves[i] for i in places),
             use_reentrant=False,
             preserve_rng_state=_keeps_state(),
-            context_fn=lambda: (_keeping(kept), Again(model, kept, first)),
+            context_fn=lambda: (_keeping(kept, first), Again(model, kept, first)),
         )
     first.done()
     return out
@@ -101,6 +104,10 @@ class Again:
 
         return cls(model, (), state.watch(), streams)
 
+    def first_pass(self) -> AbstractContextManager[Any]:
+        """For the first pass, outside of a checkpoint: what it writes in place is copied."""
+        return _keeping([], self.first)
+
     def __enter__(self) -> None:
         known = observer()
         self._contexts = ExitStack()
@@ -121,16 +128,22 @@ def _not_captured() -> AbstractContextManager[Any]:
 
 
 class _keeping(TorchFunctionMode):
-    """The first pass: of what marked functions return, the mark says what the second needs."""
+    """The first pass: of what marked functions return, the mark says what the second needs.
 
-    def __init__(self, kept: list[Any]) -> None:
+    Tensors that functions will write in place are copied before.
+    """
+
+    def __init__(self, kept: list[Any], first: FirstPass) -> None:
         super().__init__()
-        self._kept = kept
+        self._kept, self._first = kept, first
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if may_write(func) or "out" in kwargs:
+            self._first.note(func, args, kwargs)
+        result = func(*args, **kwargs)
         mark = getattr(func, "kept_for_second_pass", None)
         if mark is not None:
             self._kept.append(mark(result))

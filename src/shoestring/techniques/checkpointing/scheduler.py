@@ -66,6 +66,8 @@ class BlockScheduler:
                 plain=context.found.get("chain"),
             )  # fmt: skip
             context.found.setdefault("chain", self._chain)
+            inputs = tuple(stage.held_bytes for stage in self._chain.blocks)
+            context.found.setdefault("region_inputs", inputs)
         except InputError:
             if not found:
                 raise
@@ -77,7 +79,7 @@ class BlockScheduler:
             context.trace = kept
 
     def least_bytes(self, at: Conditions) -> int:
-        """What no schedule changes, and the largest block alone."""
+        """Bytes that no schedule changes, and those of the largest block."""
         if self._chain is None:
             return at.floor_bytes
         chain = adapted(self._chain, at)
@@ -149,8 +151,18 @@ class BlockScheduler:
         return Scheduled(
             None if plain else self._of(schedule.items, paths),
             schedule.peak_bytes,
-            kept + schedule.again.times(parts, parts),
+            kept + schedule.again.times(parts, parts) + self._over_link(at, schedule),
         )
+
+    def _over_link(self, at: Conditions, schedule: Schedule) -> Work:
+        """Inputs of regions that go to the host and come back: each is read and written once."""
+        if self._chain is None or at.scales.inputs_here is None:
+            return Work()
+        nbytes = count = 0
+        for stage, item in zip(self._chain.blocks, schedule.items, strict=True):
+            if not isinstance(item, str):
+                nbytes, count = nbytes + stage.held_bytes, count + 1
+        return Work(bytes_moved=2 * nbytes, launches=2 * count, link=nbytes)
 
     # -- models without blocks -----------------------------------------------------------------
 
@@ -202,7 +214,7 @@ def _groups(joins: list[bool], size: int) -> list[Item]:
 
 
 def summary(items: Sequence[Item]) -> str:
-    """What a schedule recomputes, in words."""
+    """A schedule in words."""
     total = sum(map(leaves, items))
     counts = {
         "recomputes": sum(leaves(item) for item in items if not isinstance(item, str)),

@@ -78,7 +78,7 @@ def _untidiness(item: Item) -> tuple[int, str]:
 
 
 _ADDITIONS = 1.5e8
-"""What filling a table may take: about half a second."""
+"""Limit on the work to fill a table: about half a second."""
 _TABLE_BYTES = 3e8
 _SLOTS = range(256, 10_000)
 _POINTS = 60

@@ -166,7 +166,7 @@ class StagedRun:
         return int(self.totals[ops.start : ops.stop].max(initial=0))
 
     def work(self, ops: range, phase: Phase) -> Work:
-        """What the operations of one phase take."""
+        """The work of one phase's operations."""
         total = Work()
         for index in ops:
             op = self.trace.ops[index]

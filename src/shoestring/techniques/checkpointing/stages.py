@@ -96,7 +96,7 @@ class Chain:
 
 @dataclass(frozen=True)
 class Schedule:
-    """What to do with each block, and what it takes. All of it is predicted."""
+    """A schedule with its predicted bytes and work."""
 
     items: tuple[Item, ...]
     """One leaf for each block of the chain, some of them in regions."""
@@ -107,11 +107,11 @@ class Schedule:
     plain_cost: float
     """Of the step that keeps everything."""
     again: Work = field(repr=False, default_factory=Work)
-    """What is recomputed."""
+    """The recomputed parts."""
 
     @property
     def extra_cost(self) -> float:
-        """What recomputing costs."""
+        """The cost of recomputation."""
         return self.cost - self.plain_cost
 
 

@@ -90,7 +90,8 @@ class _Region:
         if len(calls) == 1:
             return self.run(start, calls), None
         again = Again.from_here(self.model, self._state(start, start + len(calls)))
-        value = self.run(start, calls)
+        with again.first_pass():
+            value = self.run(start, calls)
         again.first.done()
         return value, lambda: again
 
@@ -121,7 +122,7 @@ class _Region:
 
 
 def leaf(forward: Callable[..., Any], option: str) -> Callable[..., Any]:
-    """The forward of a block that keeps what backward reads, or makes cheap parts of it again."""
+    """The forward of a block that keeps what backward reads, or recomputes cheap parts of it."""
     if option == "keep":
         return forward
 
@@ -140,7 +141,7 @@ class Pending:
 
         a = block0(x)     Pending: start 0, calls [x]
         b = block1(a)     Pending: start 0, calls [x, ()], ends the region: both blocks run
-        a.sum()           a is read after all: block0 runs again, as it ran the first time
+        a.sum()           a is read after all: block0 is recomputed
 
     Only the block that stands next in the region continues it. The model may call others, or the
     same ones in another order: each then starts a region of its own.
@@ -194,7 +195,7 @@ class Pending:
         return self._alike or next((alike for alike in found if alike is not None), None)
 
     def _start_after(self, before: Pending) -> None:
-        """What comes next does not run again what is there now."""
+        """Later operations do not recompute the tensors that exist now."""
         if self._done:
             return
         skipped = len(before._calls)

@@ -25,10 +25,10 @@ __all__ = ["ChunkedLoss"]
 class ChunkedLoss(Technique):
     """Compute the last projection and its cross-entropy `columns` classes at a time.
 
-    By default twice as many as the projection has inputs, at least 1,024. The head is found while
-    the step runs: a linear layer outside of the blocks whose output goes to `F.cross_entropy`, or
-    to `log_softmax` and `F.nll_loss`, by way of casts, shifts, views and factors. Logits that
-    anything else reads are computed as ever.
+    `columns` is by default twice the number of the projection's inputs, at least 1,024. The step
+    finds the head while it runs: a linear layer outside of the blocks whose output goes to
+    `F.cross_entropy`, or to `log_softmax` and `F.nll_loss`, through casts, shifts, views and
+    factors. If anything else reads the logits, they are computed as usual.
     """
 
     name: ClassVar[str] = "chunked_loss"
@@ -58,7 +58,7 @@ class ChunkedLoss(Technique):
         return "chunked loss" if self.columns is None else f"chunked loss {self.columns}"
 
     def describe(self) -> tuple[str, str]:
-        """What it does."""
+        """The text for plans and tables."""
         return self.short(), "logits never exist whole; one more product of the head"
 
     @classmethod

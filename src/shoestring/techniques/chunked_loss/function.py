@@ -29,7 +29,7 @@ _linear = F.linear
 
 @dataclass(frozen=True)
 class LossForm:
-    """What a cross-entropy is given beside its tensors."""
+    """Arguments of a cross-entropy beside its tensors."""
 
     ignored: int = -100
     smoothing: float = 0.0

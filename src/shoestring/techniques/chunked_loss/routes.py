@@ -1,4 +1,4 @@
-"""What PyTorch's functions do with deferred logits, where they need not be computed.
+"""PyTorch functions that take deferred logits without computing them.
 
 Each gets the arguments of the call, and returns NotImplemented where it does need them.
 """
@@ -243,7 +243,7 @@ def _loss(
 
 
 def _units(target: Tensor, weight: Tensor | None, ignored: int, each: Tensor) -> Tensor:
-    """What a mean is taken over: tokens, or their weights."""
+    """The divisor of a mean: tokens, or their weights."""
     kept = target != ignored
     if weight is None:
         return kept.sum()

@@ -24,9 +24,9 @@ _COUNTS_STEPS = (torch.optim.Adam, torch.optim.AdamW)
 class FusedUpdate(Technique):
     """Let PyTorch's fused kernel update SGD, Adam or AdamW.
 
-    On CUDA an optimizer that was given no choice takes all tensors together and makes a copy of
-    each on the way. The fused kernel makes none, and Adam counts its steps on the device, so that
-    the whole training step can be one CUDA graph.
+    By default PyTorch's optimizers update all tensors together on CUDA, and copy each of them. The
+    fused kernel makes no copies, and Adam counts its steps on the device, so that the whole
+    training step can be one CUDA graph.
     """
 
     name: ClassVar[str] = "fused_update"

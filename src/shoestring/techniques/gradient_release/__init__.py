@@ -19,17 +19,19 @@ from .release import Release
 
 __all__ = ["GradientRelease"]
 
+_CALL = 12
+"""Kernels that start in the time of one call of an optimizer's step, on the host."""
 _OPTIMIZERS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 
 
 @register
 @dataclass(frozen=True)
 class GradientRelease(Technique):
-    """Update each parameter in the backward pass, when its gradient is final, and free that.
+    """Update each parameter in the backward pass, as soon as its gradient is final, and free it.
 
-    With microbatches gradients add up until the last one; those of SGD with momentum (not
-    Nesterov's) are added to the momentum itself, `fold=False` keeps their sum. `fold="all"` adds
-    Adam's to its moments, too, the second from the squares of the parts.
+    With microbatches, gradients are summed until the last one. For SGD with momentum (not
+    Nesterov's) they are added to the momentum itself, unless `fold=False`. `fold="all"` also adds
+    them to Adam's moments, to the second one as squares of the parts.
     """
 
     name: ClassVar[str] = "gradient_release"
@@ -59,7 +61,7 @@ class GradientRelease(Technique):
         return "released gradients" + folded if self.wanted else "kept gradients"
 
     def describe(self) -> tuple[str, str]:
-        """What it does."""
+        """The text for plans and tables."""
         return self.short(), "each update runs in the backward pass, and its gradient goes"
 
     def refuses(self, other: Technique) -> str | None:
@@ -98,8 +100,13 @@ class GradientRelease(Technique):
         passing = whole.passing_bytes
         if updates.context.device == "cuda":  # an optimizer takes all tensors together there
             passing = int(passing * share)
+        alone = len(updates.trained)
         return replace(
-            whole, gradient_bytes=int(whole.gradient_bytes * share), passing_bytes=passing
+            whole,
+            gradient_bytes=int(whole.gradient_bytes * share),
+            passing_bytes=passing,
+            work=replace(whole.work, launches=max(whole.work.launches, alone)),
+            host_launches=whole.host_launches + _CALL * alone,
         )
 
     def predict(self, trace: Trace) -> Trace:

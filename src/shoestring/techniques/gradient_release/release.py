@@ -28,6 +28,7 @@ from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_
 
 from ...errors import InputError
 from ..base import Setup
+from ..parameter_hooks import when_accumulated
 from ..splitting.weights import weighted_loss
 from .folding import fold_adam, fold_momentum, folds
 from .rehearsal import taken_back, total_norm
@@ -55,7 +56,7 @@ class Release:
         self._groups = {p: group for group in groups for p in group["params"]}
         for parameter in self._groups:
             if parameter.requires_grad:
-                handle = parameter.register_post_accumulate_grad_hook(self._take)
+                handle = when_accumulated(parameter, self._take)
                 setup.undo.append(handle.remove)
         setup.split, setup.update = self.split, self.finish
 
@@ -157,6 +158,7 @@ class Release:
             return
         if self._last:
             self._released.add(parameter)
+            setup.updating = True
             self._alone(parameter)
             parameter.grad = None
 
@@ -177,6 +179,9 @@ class Release:
         if gradient.layout is not torch.strided or (self._first and self._last):
             return False
         state = self._optimizer.state[parameter]
+        setup = self._setup()
+        assert setup is not None
+        setup.updating = True
         self._show(parameter, gradient)
         if group["maximize"]:
             gradient = gradient.neg()

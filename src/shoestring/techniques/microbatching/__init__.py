@@ -34,7 +34,7 @@ promise nothing."""
 @register
 @dataclass(frozen=True)
 class Microbatching(Technique):
-    """Run `size` examples at once; a last microbatch may be smaller and weighs less.
+    """Run `size` examples at a time; the last microbatch may be smaller and has less weight.
 
     With the unit "tokens" `size` counts positions: as many sentences as fit, padded as they are in
     the minibatch, and at least one.

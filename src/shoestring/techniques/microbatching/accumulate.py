@@ -19,6 +19,7 @@ from torch import nn
 
 from ...torch_private.kernels import foreach_add_
 from ..base import Setup
+from ..parameter_hooks import when_accumulated
 
 DEVICES = ("cuda",)
 """Where it pays to add small gradients together."""
@@ -29,16 +30,12 @@ WAITING = 64 * 1024
 
 
 class _Taken:
-    """Takes every gradient of some parameters as it is made; gives sums back after the last part.
-
-    It holds no parameter between steps: a hook and what it refers to are never collected while they
-    refer to each other.
-    """
+    """Takes each gradient of some parameters as it is made; gives sums back after the last part."""
 
     def __init__(self, setup: Setup, parameters: Iterable[nn.Parameter]) -> None:
         self._active = False
         for parameter in parameters:
-            handle = parameter.register_post_accumulate_grad_hook(self._take)
+            handle = when_accumulated(parameter, self._take)
             setup.undo.append(handle.remove)
         self._split, setup.split = setup.split, self.split
 
@@ -55,7 +52,7 @@ class _Taken:
 
     @torch.no_grad()
     def _give_back(self) -> None:
-        """What was not taken was added by autograd."""
+        """Add the totals to gradients that autograd accumulated."""
         for parameter, total in self._totals():
             parameter.grad = total if parameter.grad is None else total.add_(parameter.grad)
 

@@ -14,14 +14,17 @@ from ...trace.cuda import on_cuda
 from ...trace.fakes import is_fake
 from ...trace.graph import Trace
 from ..base import Flag, Meaning, Setup, Technique
+from ..host import check_folder, check_room, folder_for
 from ..offers import Context, Offer, Update, Updates
 from ..optimizers import ELEMENTWISE
 from ..registry import register
-from .host import check_room, folder_for, in_memory
 from .state import OffloadedState, keep_on_host
 from .update import MappedUpdate, StreamedUpdate, buffer_sizes
 
 __all__ = ["Offload"]
+
+_CALL = 16
+"""Kernels that start in the time that one tensor's way to the device and back takes the host."""
 
 
 @register
@@ -29,14 +32,15 @@ __all__ = ["Offload"]
 class Offload(Technique):
     """Keep the optimizer's state on the host; tensors of fewer than `smallest` elements stay.
 
-    Beside a GPU it lies in pinned memory and is streamed around the update. Beside the CPU it lies
-    in mapped files of `folder`, by default where temporary files go if that is a disk.
+    For a model on a GPU the state is in pinned memory and streamed during the update. For a model
+    on the CPU it is in mapped files in `folder`, by default the folder of temporary files if it is
+    on a disk.
     """
 
     name: ClassVar[str] = "offload"
     order: ClassVar[int] = 27
     flags: ClassVar[tuple[Flag, ...]] = (
-        Flag("offload", "what", str, "What lies on the host: state.", label="on the host"),
+        Flag("offload", "what", str, "Tensors to keep on the host: state.", label="on the host"),
     )
     updates_apart: ClassVar[bool] = True
     runs_eagerly: ClassVar[bool] = True
@@ -55,11 +59,11 @@ class Offload(Technique):
             )
 
     def short(self) -> str:
-        """What lies there."""
+        """The name of the tensors kept on the host."""
         return "state on the host"
 
     def describe(self) -> tuple[str, str]:
-        """What it does."""
+        """The text for plans and tables."""
         return self.short(), "the optimizer's state is streamed around the update"
 
     def refuses(self, other: Technique) -> str | None:
@@ -104,6 +108,7 @@ class Offload(Technique):
             state_bytes=whole.state_bytes - on_host,
             passing_bytes=passing,
             link_bytes=whole.link_bytes + on_host,
+            host_launches=whole.host_launches + _CALL * len(moved),
         )
 
     def predict(self, trace: Trace) -> Trace:
@@ -141,11 +146,8 @@ class Offload(Technique):
         if any(is_fake(p) for p in parameters):
             return
         folder = None if any(p.is_cuda for p in parameters) else folder_for(self.folder)
-        if folder is not None and in_memory(folder):
-            raise InputError(
-                f"the folder {folder} lies in memory: nothing would be saved",
-                hint="give one on a disk: Offload(folder=…)",
-            )
+        if folder is not None:
+            check_folder(folder)
         check_room(self._needed(setup, plain=False), folder)
 
     def apply(self, setup: Setup) -> None:

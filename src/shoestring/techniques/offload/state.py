@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -17,9 +18,12 @@ from torch.optim import Optimizer
 from ...errors import first_line
 from ...trace.places import is_elsewhere
 from ...units import format_size
-from .host import offloaded
+from ..host import offloaded, pinned_bytes
 
 Entries = dict[str, Any]
+Pair = tuple[torch.Tensor, torch.Tensor]
+"""A copy on the device, and the tensor on the host."""
+_ALIGN = 512
 
 
 class OffloadedEntries(dict[str, Any]):
@@ -28,13 +32,63 @@ class OffloadedEntries(dict[str, Any]):
     def __init__(self, store: Callable[[Any], Any], given: Entries) -> None:
         super().__init__()
         self._store = store
-        self.held: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.held: dict[str, Pair] = {}
         """While an update runs on the device: key → copy there, tensor on the host."""
         self.open = False
+        self.flat: torch.Tensor | None = None
+        """All that was moved, one after the other, where it is packed."""
+        self._moved: list[tuple[str, torch.Tensor]] | None = None
         self.update(given)
 
     def __setitem__(self, key: str, value: Any) -> None:
-        super().__setitem__(key, value if self.open else self._store(value))
+        if self.open:
+            super().__setitem__(key, value)
+            return
+        self.flat = self._moved = None
+        super().__setitem__(key, self._store(value))
+
+    def __delitem__(self, key: str) -> None:
+        self.flat = self._moved = None
+        super().__delitem__(key)
+
+    def pop(self, key: str, *default: Any) -> Any:
+        """As a dictionary's."""
+        self.flat = self._moved = None
+        return super().pop(key, *default)
+
+    def clear(self) -> None:
+        """As a dictionary's."""
+        self.flat = self._moved = None
+        super().clear()
+
+    def moved(self) -> list[tuple[str, torch.Tensor]]:
+        """The tensors on the host; while an update runs, those from before it."""
+        if self._moved is None:
+            self._moved = [
+                (key, value)
+                for key, value in self.items()
+                if isinstance(value, torch.Tensor) and is_elsewhere(value)
+            ]
+        return self._moved
+
+    @property
+    def moved_bytes(self) -> int:
+        """Of all that, each where a copy of it may begin."""
+        return sum(aligned(value.numel() * value.element_size()) for _, value in self.moved())
+
+    def pack(self) -> None:
+        """Put what is in pinned memory into one piece of it; OSError if there is none left."""
+        moved = self.moved()
+        if self.flat is not None or not moved or not all(t.is_pinned() for _, t in moved):
+            return
+        flat = pinned_bytes(self.moved_bytes)
+        start = 0
+        for key, value in moved:
+            nbytes = value.numel() * value.element_size()
+            part = flat[start : start + nbytes].view(value.dtype)
+            super().__setitem__(key, part.as_strided(value.shape, value.stride()).copy_(value))
+            start += aligned(nbytes)
+        self.flat, self._moved = flat, None
 
     def update(self, *given: Any, **named: Any) -> None:
         """As a dictionary's, which would write past `__setitem__`."""
@@ -47,13 +101,14 @@ class OffloadedEntries(dict[str, Any]):
             self[key] = default
         return self[key]
 
-    def enter(self, held: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def enter(self, held: dict[str, Pair]) -> None:
         """An update begins: it finds copies on the device, and may add what it likes."""
+        self.moved()
         self.open, self.held = True, held
         for key, (here, _) in held.items():
             super().__setitem__(key, here)
 
-    def leave(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def leave(self) -> list[Pair]:
         """It has ended: the copies to write back, with their places; what is new is moved."""
         self.open, held, self.held = False, self.held, {}
         back = []
@@ -85,7 +140,7 @@ class OffloadedState(defaultdict[torch.Tensor, Entries]):
         """Waits for copies to the host that a step began."""
 
     def settle(self) -> None:
-        """What lies on the host is whole from here on."""
+        """From here on the tensors on the host are complete."""
         pending, self.pending = self.pending, None
         if pending is not None:
             pending()
@@ -135,6 +190,12 @@ class OffloadedState(defaultdict[torch.Tensor, Entries]):
         """Whether there is any state of it."""
         return bool(super().get(parameter))
 
+    def pack(self, parameter: torch.Tensor) -> None:
+        """Let state in pinned memory lie in one piece, so that it moves as one."""
+        if not self._left[1]:
+            with suppress(OSError):  # it moves tensor by tensor, then
+                self.entries(parameter).pack()
+
     def moves(self, value: Any) -> bool:
         """Whether it belongs on the host."""
         return (
@@ -175,6 +236,11 @@ class OffloadedState(defaultdict[torch.Tensor, Entries]):
         import copy
 
         return copy.deepcopy(_plain_state(list(self.items())), memo)
+
+
+def aligned(nbytes: int) -> int:
+    """As tensors begin in a buffer."""
+    return -(-nbytes // _ALIGN) * _ALIGN
 
 
 def _plain_state(items: list[tuple[torch.Tensor, Entries]]) -> defaultdict[torch.Tensor, Entries]:

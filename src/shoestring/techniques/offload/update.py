@@ -7,7 +7,9 @@ GPU it is streamed through a few buffers, chunk after chunk, by streams of their
     compute             update 1  update 2  …
     out                           chunk 1   chunk 2  …
 
-Where each update is called for by the backward pass, the next chunk is that of the last step.
+Where each update is called for by the backward pass, the next chunk is that of the last step, and
+the buffers stay: the first chunk of a step comes in under its forward pass, and the last one goes
+out under the next.
 """
 
 from __future__ import annotations
@@ -22,15 +24,13 @@ from torch.optim import SGD, Optimizer
 
 from ...trace.fakes import is_fake
 from ...trace.passes import passes
-from ...trace.places import is_elsewhere
 from ..base import Setup
-from .state import OffloadedState
+from .state import OffloadedEntries, OffloadedState, Pair, aligned
 
 _CHUNK_BYTES = 2**26
 """Of state that moves together; a single tensor may be more."""
 _MOST = 0.75
 """Of all tensors, those whose state fits the smaller buffer."""
-_ALIGN = 512
 
 Chunk = tuple[dict[str, Any], list[torch.Tensor]]
 """A parameter group, and some of its parameters."""
@@ -66,6 +66,7 @@ class StreamedUpdate:
         self._after: dict[int, Chunk] = {}
         """Number of a chunk's first parameter → the chunk that followed in the last step."""
         self._last: int | None = None
+        self._first: Chunk | None = None
         self._counted = 0
 
     def __call__(self) -> None:
@@ -83,15 +84,27 @@ class StreamedUpdate:
         _state_of(self._optimizer).warn()
 
     def finish(self) -> None:
-        """After a step: buffers go, when what lies in them is on the host."""
-        if self._link is not None:
-            _state_of(self._optimizer).pending = self._link.finish()
+        """After a step: buffers go when what lies in them is on the host, or wait for the next."""
+        link, state = self._link, _state_of(self._optimizer)
+        if link is None:
+            return
+        setup = self._setup()
+        if setup is None or not setup.updates_in_backward:
+            state.pending = link.finish()
             self._link, self._last = None, None
+            return
+        state.pending = link.rest()
+        self._last, first = None, self._first
+        if first is not None:
+            link.fetch(id(first[1][0]), self._hosted(first))
 
     def _run(self, chunk: Chunk, following: Chunk | None) -> None:
         state, key = _state_of(self._optimizer), id(chunk[1][0])
+        state.pending = None  # the streams wait for one another; nothing is read here
         if self._last is not None:
             self._after[self._last] = chunk
+        else:
+            self._first = chunk
         self._last = key
         link = self._linked(chunk[1][0])
         link.fetch(key, self._hosted(chunk))
@@ -104,8 +117,12 @@ class StreamedUpdate:
         try:
             run_alone(self._optimizer, chunk, self._update)
         finally:
-            back = [pair for p in chunk[1] for pair in state.entries(p).leave()]
+            back = {id(p): state.entries(p).leave() for p in chunk[1]}
             link.store(key, back)
+            for parameter in chunk[1]:
+                if state.entries(parameter).flat is None:
+                    link.written()  # what is packed must be there
+                    state.pack(parameter)
 
     def _linked(self, like: torch.Tensor) -> Link:
         """Buffers for what state there is; larger ones when there is more."""
@@ -118,17 +135,9 @@ class StreamedUpdate:
             self._link = self._link or Link(like, sizes)
         return self._link
 
-    def _hosted(self, chunk: Chunk) -> dict[int, dict[str, torch.Tensor]]:
+    def _hosted(self, chunk: Chunk) -> dict[int, OffloadedEntries]:
         state = _state_of(self._optimizer)
-        return {
-            id(p): {
-                key: value
-                for key, value in state.entries(p).items()
-                if isinstance(value, torch.Tensor) and is_elsewhere(value)
-            }
-            for p in chunk[1]
-            if state.has(p)
-        }
+        return {id(p): state.entries(p) for p in chunk[1] if state.has(p)}
 
     def _chunks(self) -> list[Chunk]:
         chunks: list[Chunk] = []
@@ -147,9 +156,7 @@ class StreamedUpdate:
         state = _state_of(self._optimizer)
         if not state.has(parameter):  # about what Adam will have
             return 2 * aligned(parameter.numel() * parameter.element_size())
-        held = state.entries(parameter)
-        tensors = (v for v in held.values() if isinstance(v, torch.Tensor) and is_elsewhere(v))
-        return sum(aligned(v.numel() * v.element_size()) for v in tensors)
+        return state.entries(parameter).moved_bytes
 
 
 class Link:
@@ -164,22 +171,26 @@ class Link:
         if self._real:
             self._in, self._out = (torch.cuda.Stream(like.device) for _ in range(2))
             self._in.wait_stream(torch.cuda.current_stream())
-        self._ready: dict[int, tuple[int, Any, Any]] = {}
-        """Key of a chunk → its buffer, when it is filled, the tensors in it."""
+        self._ready: dict[int, tuple[int, Any, dict[int, Passage]]] = {}
+        """Key of a chunk → its buffer, when it is filled, what is in it by parameter."""
         self._emptied: list[Any] = [None] * len(sizes)
+        self._known: dict[tuple[int, int, int], Passage] = {}
+        """Buffer, start and parameter → as it passed last."""
 
     def fetch(
-        self, key: int, hosted: dict[int, dict[str, torch.Tensor]], beside: int | None = None
+        self, key: int, hosted: dict[int, OffloadedEntries], beside: int | None = None
     ) -> None:
         """Begin to copy a chunk to the device, unless that was begun.
 
         `beside` a chunk that is there, it is left for later if the other buffer is too small.
         """
-        if key in self._ready or not any(hosted.values()):
+        nbytes = sum(held.moved_bytes for held in hosted.values())
+        begun = self._ready.get(key)
+        if begun is not None and all(p.fits(hosted[owner]) for owner, p in begun[2].items()):
             return
-        nbytes = sum(
-            aligned(t.numel() * t.element_size()) for held in hosted.values() for t in held.values()
-        )
+        self._ready.pop(key, None)  # another state was loaded since
+        if not nbytes:
+            return
         taken = {index: k for k, (index, _, _) in self._ready.items()}
         fitting = [i for i, size in enumerate(self.sizes) if size >= nbytes]
         free = [i for i in fitting if i not in taken]
@@ -187,50 +198,72 @@ class Link:
             return
         which = (free or fitting)[-1]  # the smallest; what was guessed wrongly goes
         self._ready.pop(taken.get(which, -1), None)
-        made: dict[int, dict[str, tuple[torch.Tensor, torch.Tensor]]] = {}
+        made: dict[int, Passage] = {}
         start = 0
         with self._on("in"):
             if self._emptied[which] is not None:
                 self._in.wait_event(self._emptied[which])
-            for owner, tensors in hosted.items():
-                made[owner] = {}
-                for name, there in tensors.items():
-                    nbytes = there.numel() * there.element_size()
-                    flat = self._buffers[which][start : start + nbytes].view(there.dtype)
-                    here = flat.as_strided(there.shape, there.stride())
-                    here.copy_(there, non_blocking=True)
-                    made[owner][name] = here, there
-                    start += aligned(nbytes)
+            for owner, held in hosted.items():
+                passage = self._known.get((which, start, owner))
+                if passage is None or not passage.fits(held):
+                    passage = Passage(self._buffers[which][start:], held)
+                    self._known[which, start, owner] = passage
+                passage.bring()
+                made[owner] = passage
+                start += held.moved_bytes
             filled = self._in.record_event() if self._real else None
         self._ready[key] = which, filled, made
 
-    def take(self, key: int) -> dict[int, dict[str, tuple[torch.Tensor, torch.Tensor]]]:
+    def take(self, key: int) -> dict[int, dict[str, Pair]]:
         """The chunk, on the device; what computes waits for it there."""
         if key not in self._ready:
             return {}
         _, filled, made = self._ready[key]
         if self._real:
             torch.cuda.current_stream().wait_event(filled)
-        found: dict[int, dict[str, tuple[torch.Tensor, torch.Tensor]]] = made
-        return found
+        return {owner: passage.pairs for owner, passage in made.items()}
 
-    def store(self, key: int, back: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def store(self, key: int, back: dict[int, list[Pair]]) -> None:
         """Begin to copy it back."""
-        which = self._ready.pop(key, (None, None, None))[0]
+        which, _, made = self._ready.pop(key, (None, None, {}))
         if self._real:
             self._out.wait_stream(torch.cuda.current_stream())
         with self._on("out"):
-            for here, there in back:
-                there.copy_(here, non_blocking=True)
+            for owner, pairs in back.items():
+                if owner in made:
+                    made[owner].take_back(pairs)
             if self._real and which is not None:
                 self._emptied[which] = self._out.record_event()
 
+    def written(self) -> None:
+        """The host waits until what was stored is there."""
+        if self._real:
+            self._out.synchronize()
+
+    def rest(self) -> Callable[[], None] | None:
+        """Between steps: what comes in next was copied out before. Returns what the host waits for.
+
+        Whoever reads the state may write it, too, so what was fetched ahead is fetched again.
+        """
+        if not self._real:
+            return self._ready.clear
+        self._ready.clear()
+        written = self._out.record_event()
+        self._in.wait_event(written)
+
+        def wait() -> None:
+            written.synchronize()
+            self._ready.clear()
+
+        return wait
+
     def finish(self) -> Callable[[], None] | None:
-        """What computes next may use the buffers' memory: it waits for the last copy.
+        """The next computation may use the buffers' memory: it waits for the last copy.
 
         Returns what waits for it on the host.
         """
         self._ready.clear()
+        self._known.clear()
         self._buffers.clear()
         if not self._real:
             return None
@@ -248,6 +281,46 @@ class Link:
             yield
 
 
+class Passage:
+    """The state of one parameter and its place in a buffer: one copy each way where it is packed.
+
+    The views of the buffer are made once; to make them anew for every step takes longer than the
+    copies of small tensors.
+    """
+
+    def __init__(self, room: torch.Tensor, held: OffloadedEntries) -> None:
+        self._flat = held.flat
+        self.pairs: dict[str, Pair] = {}
+        start = 0
+        for name, there in held.moved():
+            nbytes = there.numel() * there.element_size()
+            part = room[start : start + nbytes].view(there.dtype)
+            self.pairs[name] = part.as_strided(there.shape, there.stride()), there
+            start += aligned(nbytes)
+        self._there = [id(there) for _, there in self.pairs.values()]
+        self._room = room[:start]
+
+    def fits(self, held: OffloadedEntries) -> bool:
+        """Whether the tensors on the host are still the same."""
+        return self._flat is held.flat and self._there == [id(t) for _, t in held.moved()]
+
+    def bring(self) -> None:
+        """To the device."""
+        if self._flat is not None:
+            self._room.copy_(self._flat, non_blocking=True)
+            return
+        for here, there in self.pairs.values():
+            here.copy_(there, non_blocking=True)
+
+    def take_back(self, pairs: list[Pair]) -> None:
+        """To the host; those that an update replaced are there already."""
+        if self._flat is not None and len(pairs) == len(self.pairs):
+            self._flat.copy_(self._room, non_blocking=True)
+            return
+        for here, there in pairs:
+            there.copy_(here, non_blocking=True)
+
+
 def buffer_sizes(each: Sequence[int]) -> tuple[int, ...]:
     """Bytes of the buffers for tensors whose state takes so much: one holds any, one most."""
     moved = sorted(nbytes for nbytes in each if nbytes)
@@ -256,11 +329,6 @@ def buffer_sizes(each: Sequence[int]) -> tuple[int, ...]:
     large = min(max(moved[-1], _CHUNK_BYTES), sum(moved))
     most = moved[int(_MOST * (len(moved) - 1))]
     return large, min(max(most, _CHUNK_BYTES), large)
-
-
-def aligned(nbytes: int) -> int:
-    """As tensors begin in a buffer."""
-    return -(-nbytes // _ALIGN) * _ALIGN
 
 
 def run_alone(optimizer: Optimizer, chunk: Chunk, update: Callable[[], None]) -> None:

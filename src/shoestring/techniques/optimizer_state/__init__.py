@@ -37,7 +37,7 @@ class OptimizerState(Technique):
     """Keep the moments of SGD, Adam or AdamW in `bits` bits (8 or 4), one scale a block.
 
     Tensors of fewer than `smallest` elements keep FP32 moments. 16-bit weights are rounded at
-    random; `seed` is that of the rounding.
+    random; `seed` is the seed of the rounding.
     """
 
     name: ClassVar[str] = "optimizer_state"
@@ -68,7 +68,7 @@ class OptimizerState(Technique):
         return f"{self.bits}-bit state"
 
     def describe(self) -> tuple[str, str]:
-        """What they do."""
+        """The text for plans and tables."""
         return self.short(), f"moments rounded at random to {self.bits} bits"
 
     def refuses(self, other: Technique) -> str | None:
@@ -190,7 +190,7 @@ class OptimizerState(Technique):
 
 @dataclass(frozen=True)
 class _StateBits:
-    """What outlives a step beside the moments: where the random stream is."""
+    """State between steps, beside the moments: the position in the random stream."""
 
     bits: int
     noise: Noise

@@ -43,6 +43,7 @@ class Precision(Technique):
 
     name: ClassVar[str] = "precision"
     order: ClassVar[int] = 20
+    replaces_parameters: ClassVar[bool] = True
     updates_on_device: ClassVar[bool] = True
     flags: ClassVar[tuple[Flag, ...]] = (
         Flag("precision", "kind", str, "fp32, fp16 or bf16.", neutral="fp32"),
@@ -94,14 +95,16 @@ class Precision(Technique):
 
     @classmethod
     def offers(cls, context: Context) -> Iterable[Offer]:
-        """The faster of the two 16-bit types, where most numbers are wider and the step runs so."""
+        """The faster of the 16-bit types that the step runs in, where most numbers are wider."""
         sizes = [(p.dtype.itemsize, p.numel) for p in context.trace.parameters]
         wide = sum(n * size for size, n in sizes if size > 2)
-        if wide > sum(n * size for size, n in sizes) / 2 and runs_in(
-            context, _TYPES[context.narrow]
-        ):
-            scales = Scales(width=0.5, number_type=context.narrow)
-            yield Offer(cls(context.narrow), "16-bit rounding", scales, LOSSINESS)
+        if wide <= sum(n * size for size, n in sizes) / 2:
+            return
+        for kind in dict.fromkeys((context.narrow, "bf16", "fp16")):
+            if runs_in(context, _TYPES[kind]):
+                scales = Scales(width=0.5, number_type=kind)
+                yield Offer(cls(kind), "16-bit rounding", scales, LOSSINESS)
+                return
 
     def estimate_update(self, updates: Updates) -> Update | None:
         """By rule for a large model: there are too many blocks to trace them all."""

@@ -1,4 +1,4 @@
-"""What cannot train in 16 bits, said before anything is changed."""
+"""Refuse models that cannot train in 16 bits, before anything is changed."""
 
 from __future__ import annotations
 

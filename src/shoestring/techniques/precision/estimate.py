@@ -1,4 +1,4 @@
-"""What an update in 16 bits takes, by rule: of a large model there are too many blocks to trace."""
+"""Bytes of an update in 16 bits, by rule: large models have too many blocks to trace."""
 
 from __future__ import annotations
 

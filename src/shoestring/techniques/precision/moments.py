@@ -116,7 +116,7 @@ def write(
     if noise is None or dtype is torch.float32:
         narrow = wide.whole.to(dtype)
     else:
-        # What is not finite is skipped; only where nothing can be skipped it must stay what it is.
+        # Updates that are not finite are skipped; where none can be skipped they must stay visible.
         narrow = noise.rounded(wide.whole, dtype, keep_nan=skip is None)
     if skip is not None:
         narrow = torch.where(skip, gather(targets, dtype).whole, narrow)

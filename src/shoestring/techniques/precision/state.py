@@ -1,4 +1,4 @@
-"""What low precision must remember from step to step."""
+"""The state that low precision keeps from step to step."""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""Whether a step runs in 16 bits: its forward pass is tried, on a copy and on real values.
+"""Whether a step runs in 16 bits: it is tried, on a copy and on real values.
 
 Fake tensors know shapes and types, and not which kernels there are: torch.cdist has none in 16 bits
-on the CPU. A plan with it would fail in its first step.
+on the CPU. A plan with it would fail in its first step. Nor do they know what overflows: the CPU
+keeps a normalization's 1 / deviation in FP16 there, which is infinite for a row of zeros and an
+epsilon of 1e-12. No loss scale helps, and every update would be skipped.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import warnings
 from typing import Any
 
 import torch
+from torch import nn
 
 from ...errors import InputError
 from ...trace.batches import map_tensors, tensors_of
@@ -31,7 +34,10 @@ EXAMPLES = 4
 
 
 def runs_in(context: Context, kind: torch.dtype) -> bool:
-    """False where an operation has no kernel for this type; True where that cannot be tried."""
+    """False where an operation has no kernel for this type, or FP16 gradients are not finite.
+
+    True where that cannot be tried.
+    """
     model, loss = context.model, context.loss
     tensors = [*model.parameters(), *model.buffers(), *tensors_of(context.batch)]
     real = not any(is_fake(t) or t.is_meta for t in tensors)
@@ -41,10 +47,15 @@ def runs_in(context: Context, kind: torch.dtype) -> bool:
     with warnings.catch_warnings(), rewound_streams(), untouched, observed_by(None):
         warnings.simplefilter("ignore")
         try:
-            twin = copy.deepcopy(model)
-            lower_model(_setup(context, twin), kind)
-            with torch.no_grad(), InBounds(), named_failures(kind):
-                loss(twin, map_tensors(lambda t: _cast(t, kind), _few(context.batch)))
+            lowered = copy.deepcopy(model)
+            lower_model(_setup(context, lowered), kind)
+            few = map_tensors(lambda t: _cast(t, kind), _few(context.batch))
+            half = kind is torch.float16
+            with torch.set_grad_enabled(half), InBounds(), named_failures(kind):
+                value = loss(lowered, few)
+                if half:
+                    value.backward()
+                    return _is_finite(lowered) or not _is_finite_in_its_own(context)
         except InputError:
             return False
         except Exception:  # of memory, or of something that is not about the type
@@ -66,3 +77,17 @@ def _few(batch: Any) -> Any:
     except InputError:
         return batch
     return batch if examples is None else cut(batch, 0, EXAMPLES)
+
+
+def _is_finite(model: nn.Module) -> bool:
+    """All gradients."""
+    gradients = (p.grad for p in model.parameters() if p.grad is not None)
+    return all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
+
+
+def _is_finite_in_its_own(context: Context) -> bool:
+    """The same gradients in the model's type; what is not finite there says nothing about FP16."""
+    assert context.loss is not None
+    own = copy.deepcopy(context.model)
+    context.loss(own, _few(context.batch)).backward()
+    return _is_finite(own)

@@ -41,7 +41,7 @@ _MATRIX_OPTIMIZERS = ("Muon", "SparseAdam", "LBFGS")
 
 
 DENSITIES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05)
-"""What a planner tries."""
+"""Densities that the planner tries."""
 _LOSSES = ((1.0, 0.0), (0.3, 0.45), (0.2, 0.75), (0.1, 2.1), (0.05, 5.0))
 """Points of accuracy lost at a density, WRN-28-2 on CIFAR-10. 0.3, 0.2 and 0.1 come from the
 report's Table 3, where microbatches of 10 or 4 cost part of it: sparsity alone costs 0.3 at density
@@ -61,6 +61,7 @@ class Sparsity(Technique):
 
     name: ClassVar[str] = "sparsity"
     order: ClassVar[int] = 10
+    replaces_parameters: ClassVar[bool] = True
     flags: ClassVar[tuple[Flag, ...]] = (
         Flag(
             "density",
@@ -202,8 +203,9 @@ class Sparsity(Technique):
             )
         for name, parameter in chosen.items():
             _check_state(name, parameter, setup.optimizer)
+        thinned = {id(parameter) for parameter in chosen.values()}
         for path, module in setup.model.named_modules():
-            owns = any(p in set(chosen.values()) for p in module._parameters.values())
+            owns = any(id(p) in thinned for p in module._parameters.values())
             if owns and (
                 getattr(module, "max_norm", None) is not None or getattr(module, "sparse", False)
             ):

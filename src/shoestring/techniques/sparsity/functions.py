@@ -22,7 +22,7 @@ Gradient = torch.Tensor | None
 
 
 class ConvolutionSettings(NamedTuple):
-    """What a convolution is told, in the order of `torch.convolution`."""
+    """Arguments of a convolution, in the order of `torch.convolution`."""
 
     stride: tuple[int, ...]
     padding: tuple[int, ...]

@@ -9,12 +9,12 @@ the report counts ceil(log2(columns)). The smaller of the two is kept, so its le
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from ...trace.fakes import is_fake
-from ...trace.passes import passes
+from ...trace.passes import counted, standing_for
 
 CHUNK = 32_760
 """Elements unpacked at a time on the CPU: from 32,768 on `masked_select` makes int64 tables."""
@@ -129,11 +129,17 @@ def is_sound(index: torch.Tensor, shape: Sequence[int], nonzeros: int) -> bool:
     )
 
 
-def _chunks(index: torch.Tensor, numel: int) -> Iterator[tuple[slice, torch.Tensor]]:
+def _chunks(index: torch.Tensor, numel: int) -> list[tuple[slice, int]]:
+    """Elements that are unpacked together, each with how many such chunks it stands for."""
     size = CHUNK if index.device.type == "cpu" else -(-numel // 8) * 8
-    for start in passes(range(0, numel, size)):
-        stop = min(start + size, numel)
-        yield slice(start, stop), _unpack(index[start // 8 : -(-stop // 8)])[: stop - start]
+    starts = range(0, numel, size)
+    # A trace of one operation a chunk would take hours for tensors of 10^11 elements.
+    chosen = counted(starts) if is_fake(index) else [(start, 1) for start in starts]
+    return [(slice(start, min(start + size, numel)), times) for start, times in chosen]
+
+
+def _mask(index: torch.Tensor, place: slice) -> torch.Tensor:
+    return _unpack(index[place.start // 8 : -(-place.stop // 8)])[: place.stop - place.start]
 
 
 def scatter(values: torch.Tensor, index: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
@@ -143,11 +149,13 @@ def scatter(values: torch.Tensor, index: torch.Tensor, shape: Sequence[int]) -> 
         dense[_positions(index, shape, values.numel())] = values
         return dense.view(shape)
     done = 0
-    for place, mask in _chunks(index, dense.numel()):
-        dense[place].masked_scatter_(mask, values[done:])
-        if place.stop < dense.numel() and not is_fake(mask):
-            done += int(mask.sum())
-        del mask  # before the next one is made
+    for place, times in _chunks(index, dense.numel()):
+        with standing_for(times):
+            mask = _mask(index, place)
+            dense[place].masked_scatter_(mask, values[done:])
+            if place.stop < dense.numel() and not is_fake(mask):
+                done += int(mask.sum())
+            del mask  # before the next one is made
     return dense.view(shape)
 
 
@@ -158,12 +166,14 @@ def gather(dense: torch.Tensor, index: torch.Tensor, nonzeros: int) -> torch.Ten
         return flat[_positions(index, shape, nonzeros)]
     values = flat.new_empty(nonzeros)
     done = 0
-    for place, mask in _chunks(index, flat.numel()):
-        if is_fake(mask):  # as many as there are on average
-            found = flat.new_empty(nonzeros * mask.numel() // flat.numel())
-        else:
-            found = flat[place].masked_select(mask)
-        values[done : done + found.numel()] = found
-        done += found.numel()
-        del mask, found  # before the next ones are made
+    for place, times in _chunks(index, flat.numel()):
+        with standing_for(times):
+            mask = _mask(index, place)
+            if is_fake(mask):  # as many as there are on average
+                found = flat.new_empty(nonzeros * mask.numel() // flat.numel())
+            else:
+                found = flat[place].masked_select(mask)
+            values[done : done + found.numel()] = found
+            done += found.numel()
+            del mask, found  # before the next ones are made
     return values

@@ -54,6 +54,8 @@ def make_sparse(
     dense, gradient, held = parameter.data, parameter.grad, dict(state)
 
     def at_nonzeros(tensor: torch.Tensor) -> torch.Tensor:
+        if plain.is_fake(tensor):  # chunk by chunk it would take minutes, for nothing
+            return tensor.new_empty(nonzeros)
         return plain.gather(tensor.detach(), index, nonzeros)
 
     def undo() -> None:
@@ -161,7 +163,7 @@ def _new_sparse(cls: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
 
 
 def _dense_flat_weights(module: Any) -> list[torch.Tensor]:
-    """What a recurrent module hands to its kernel: dense while the step runs."""
+    """The weights a recurrent module passes to its kernel: dense while the step runs."""
     weights = (getattr(module, name) for name in module._flat_weights_names)
     return [w.clone() if isinstance(w, SparseWeight) else w for w in weights]
 

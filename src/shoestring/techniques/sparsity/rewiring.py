@@ -32,7 +32,7 @@ def is_due(step: int, schedule: Schedule, frequency_multiplier: float) -> bool:
 def shares(total: int, weights: Sequence[int], capacity: Sequence[int]) -> list[int]:
     """`total` split in proportion to the weights, never more than fits, to the last one.
 
-    What rounding leaves goes to the largest remainders; what a full tensor cannot take goes to
+    The rest after rounding goes to the largest remainders; what a full tensor cannot take goes to
     the others, in proportion again.
     """
     given = [0] * len(weights)
@@ -139,7 +139,7 @@ class Rewiring:
         return dropped, grown
 
     def state_dict(self) -> dict[str, Any]:
-        """What goes on; the patterns are in the model's state."""
+        """State to save; the patterns are in the model's state."""
         return {
             "step": self.step,
             "threshold": self.threshold,

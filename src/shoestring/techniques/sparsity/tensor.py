@@ -117,7 +117,7 @@ class SparseTensor:
         return plain.scatter(values, self.index, self.shape)
 
     def gather(self, dense: torch.Tensor) -> torch.Tensor:
-        """What a dense tensor has at the nonzeros."""
+        """The values of a dense tensor at the nonzeros."""
         last = in_channels_last(dense)
         if self._predicted(dense):
             made = dense.new_empty(self.nonzeros)

@@ -1,4 +1,4 @@
-"""What `module.weight` is once it is sparse: a tensor without storage that knows its uses.
+"""The type of a sparse `module.weight`: a tensor without storage that knows its uses.
 
 Linear, convolution, embedding, matrix product and transposition go to the functions that keep
 nothing dense. Any other use gets a plain differentiable dense tensor, which costs what it costs.

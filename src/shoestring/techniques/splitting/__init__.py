@@ -9,7 +9,7 @@ from ..base import LossUnits
 
 @dataclass(frozen=True)
 class SplitFound:
-    """What was found on a few real examples, whole and in parts."""
+    """The result of a test on a few real examples, whole and in parts."""
 
     units: LossUnits
     """By which the parts weigh."""

@@ -34,7 +34,7 @@ class Draw:
 
     name: str
     drawn: torch.Tensor | None
-    """What was drawn; None where a kernel keeps it to itself."""
+    """The drawn numbers; None where a kernel draws internally."""
     bounds: tuple[Any, ...] = ()
     """Of whole numbers."""
 
@@ -76,7 +76,7 @@ class _Random(TorchDispatchMode):
     def draw(
         self, name: str, state: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any
     ) -> Any:
-        """What a random operation gives."""
+        """The result of a random operation."""
         raise NotImplementedError
 
 
@@ -115,7 +115,7 @@ class Slices(_Random):
         self._next = 0
         self._again: dict[Any, torch.Tensor] = {}
         self.unmatched: str | None = None
-        """What was drawn that the whole batch has no rows of."""
+        """Draws for which the whole batch has no rows."""
 
     def select(self, rows: tuple[int, int]) -> None:
         """Go on with another part, from the first draw on."""

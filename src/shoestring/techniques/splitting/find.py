@@ -24,10 +24,10 @@ from torch import nn
 from ...errors import InputError, UnprovenWarning
 from ...trace.batches import map_tensors, tensors_of
 from ...trace.blocks import is_normalization
-from ...trace.capture import Loss
 from ...trace.fakes import is_fake
 from ...trace.split import cut, examples_of
 from ...trace.streams import kept_streams, rewound_streams
+from ...trace.tracing import Loss
 from ...trace.untouched import Untouched, hooks_of
 from ...trace.wide import staying_wide, wide_batch, wide_model
 from ..base import Setup
@@ -88,10 +88,10 @@ def find_units(model: nn.Module, batch: Any, loss: Loss, *, light: bool = False)
     and its gradients stay as they are. Normalizations use their running statistics: whether those
     may be of a part is another question.
     """
-    assumed = "assumed: {}; the first batch that is trained on decides"
+    assumed = "assumed: {}; the first training batch tests it"
     tensors = [*model.parameters(), *model.buffers(), *tensors_of(batch)]
     if any(is_fake(t) or t.is_meta for t in tensors):
-        return SplitFound(AUTO, None, assumed.format("not tested without real values"))
+        return SplitFound(AUTO, None, assumed.format("no real values to test the loss on"))
     try:
         examples = examples_of(batch)
     except InputError as error:
@@ -127,7 +127,7 @@ def _tested(
             why = str(error)
             if whole and trial.runs and not error.large:
                 return SplitFound(EXAMPLES, False, f"its parts do not run: {why}"), False
-    why = f"assumed: the test failed: {why}; the first batch that is trained on decides"
+    why = f"assumed: the test failed: {why}; the first training batch tests it"
     return SplitFound(AUTO, None, why), False
 
 
@@ -197,7 +197,7 @@ class _Trial:
         self._examples = examples_of(batch) or 0
         self._batch = wide_batch(batch) if wide else _in_type_of(model, batch)
         self._seen: _Watched | None = None
-        self._open = False
+        self._open = self._needs_gradients = False
 
     @property
     def runs(self) -> bool:
@@ -217,6 +217,7 @@ class _Trial:
         kept = self._confirmed([*read, EXAMPLES, SUM], values, seen=read)
         if not kept or kept[0] not in read:  # written by hand: masks, and padding by its number
             kept = self._confirmed([EXAMPLES, SUM, *self._masks()], values)
+        kept = self._also_repeated(kept)
         if not kept:
             return SplitFound(EXAMPLES, False, self._reason(self._seen))
         units = kept[0]
@@ -249,6 +250,34 @@ class _Trial:
             if math.isfinite(other.whole):
                 left = [c for c in left if other.split_by(c)]
         return left
+
+    def _also_repeated(self, candidates: list[str]) -> list[str]:
+        """Those by which a batch that has one example several times adds up, too.
+
+        Few examples have few labels of a kind: a loss that counts them shows only so.
+        """
+        try:
+            other = self._values(self._repeated()) if candidates else None
+        except (_Failed, IndexError, RuntimeError):  # not a batch that the model takes
+            return candidates
+        if other is None or not math.isfinite(other.whole):
+            return candidates
+        return [c for c in candidates if other.split_by(c)]
+
+    def _repeated(self) -> Any:
+        """The batch with the first example in the place of some that come later."""
+        count = self._examples
+        order = torch.arange(count)
+        order[count // 2 :: 2] = 0
+        first = tensors_by_path(cut(self._batch, 0, 1))
+        made = {}
+        for path, tensor in tensors_by_path(self._batch).items():
+            one = first.get(path, tensor)
+            pairs = zip(tensor.shape, one.shape, strict=True)
+            for dim in [d for d, (n, m) in enumerate(pairs) if n == count * m and n != m]:
+                rows = tensor.unflatten(dim, (count, -1)).index_select(dim, order.to(tensor.device))
+                made[id(tensor)] = rows.flatten(dim, dim + 1)
+        return map_tensors(lambda t: made.get(id(t), t), self._batch)
 
     def _reason(self, seen: _Watched) -> str:
         if seen.weighted:
@@ -287,9 +316,15 @@ class _Trial:
 
     def _whole(self, batch: Any) -> tuple[float, Any]:
         seen = _Watched()
-        value = float(self._run(batch, seen))
+        try:
+            value = float(self._run(batch, seen))
+        except _Failed as error:
+            if self._needs_gradients or error.large:
+                raise
+            self._needs_gradients = True  # a penalty, an inner step: the loss takes gradients
+            return self._whole(batch)
         if seen.hidden is not None and not self._open:
-            self._open = True  # once more, with kernels whose draws can be cut
+            self._open = True  # repeat with kernels whose draws can be cut
             return self._whole(batch)
         if self._seen is None:
             self._seen = seen
@@ -300,7 +335,7 @@ class _Trial:
         rewind = kept_streams()
         try:
             with self._copy() as (model, memo), self._context(), mode:
-                with torch.set_grad_enabled(parameters is not None):
+                with torch.set_grad_enabled(self._needs_gradients or parameters is not None):
                     value = self._loss(model, map_tensors(torch.clone, batch))
                 if parameters is None:
                     return value.detach()

@@ -1,4 +1,4 @@
-"""What the loss of a part is averaged over: its units, by which the parts of a batch weigh.
+"""Units that a part's loss is averaged over; they weight the parts of a batch.
 
 A loss that is a mean over examples, over labels that are not ignored, or over a mask is the sum of
 its parts' losses, each weighed by its share of the units. A summed loss is the plain sum of them.

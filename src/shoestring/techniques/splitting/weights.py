@@ -1,4 +1,4 @@
-"""What the loss of a part is in the loss of its minibatch."""
+"""The weight of a part's loss in the loss of its minibatch."""
 
 from __future__ import annotations
 

@@ -7,6 +7,8 @@ tensor, or with the process.
 
 from __future__ import annotations
 
+import itertools
+import operator
 import os
 import shutil
 import tempfile
@@ -14,10 +16,11 @@ from pathlib import Path
 
 import torch
 
-from ...errors import InputError
-from ...trace.fakes import is_fake
-from ...trace.places import mark_elsewhere
-from ...units import format_size
+from ..errors import InputError
+from ..trace.cuda import is_dense
+from ..trace.fakes import is_fake
+from ..trace.places import mark_elsewhere
+from ..units import format_size
 
 _IN_MEMORY = ("tmpfs", "ramfs")
 _MOUNTS = Path("/proc/self/mounts")
@@ -26,6 +29,11 @@ _MOUNTS = Path("/proc/self/mounts")
 def offloaded(tensor: torch.Tensor, folder: str, *, pinned: bool) -> torch.Tensor:
     """A copy of the tensor on the host. OSError if there is no room."""
     tensor = tensor.detach()
+    return place_for(tensor, folder, pinned=pinned).copy_(tensor)
+
+
+def place_for(tensor: torch.Tensor, folder: str, *, pinned: bool) -> torch.Tensor:
+    """Room on the host for a tensor like this one. OSError if there is none."""
     if is_fake(tensor):
         made = torch.empty_like(tensor)
     elif pinned:
@@ -33,7 +41,14 @@ def offloaded(tensor: torch.Tensor, folder: str, *, pinned: bool) -> torch.Tenso
     else:
         made = _mapped(tensor, folder)
     mark_elsewhere(made)
-    return made.copy_(tensor)
+    return made
+
+
+def pinned_bytes(nbytes: int) -> torch.Tensor:
+    """So much pinned memory, which counts as elsewhere. OSError if there is none."""
+    flat = _pinned(torch.empty(nbytes, dtype=torch.uint8, device="meta"))
+    mark_elsewhere(flat)
+    return flat
 
 
 def _pinned(tensor: torch.Tensor) -> torch.Tensor:
@@ -44,8 +59,7 @@ def _pinned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _mapped(tensor: torch.Tensor, folder: str) -> torch.Tensor:
-    form = torch.empty_like(tensor, device="meta")
-    nbytes = form.numel() * form.element_size()
+    nbytes = tensor.numel() * tensor.element_size()
     with tempfile.NamedTemporaryFile(dir=folder, prefix="shoestring-") as file:
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(file.fileno(), 0, nbytes)
@@ -57,9 +71,18 @@ def _mapped(tensor: torch.Tensor, folder: str) -> torch.Tensor:
             storage = torch.UntypedStorage.from_file(file.name, True, nbytes)
         except RuntimeError as error:  # the process may map no more
             raise OSError(str(error).splitlines()[0]) from None
+    assert isinstance(storage, torch.UntypedStorage)
+    mark_elsewhere(storage)  # before there is a tensor of it, which would be counted
     made = torch.empty(0, dtype=tensor.dtype)
-    made.set_(storage, 0, form.shape, form.stride())  # type: ignore[arg-type]
-    return made
+    return made.set_(storage, 0, tensor.shape, _strides(tensor))
+
+
+def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """As the tensor's where it fills its memory, else in order; no operation is run for it."""
+    if is_dense(tensor):
+        return tensor.stride()
+    sizes = (max(size, 1) for size in tensor.shape[:0:-1])
+    return tuple(itertools.accumulate(sizes, operator.mul, initial=1))[::-1][-tensor.dim() or 1 :]
 
 
 def folder_for(given: str | None) -> str:
@@ -96,7 +119,7 @@ def check_room(needed: int, folder: str | None) -> None:
         free, where = shutil.disk_usage(folder).free, f"the disk of {folder}"
         hint = "give another folder: Offload(folder=…)"
     else:
-        known = _available_bytes()
+        known = available_bytes()
         if known is None:
             return
         free, where, hint = known, "the host's memory", "leave out offload"
@@ -108,7 +131,18 @@ def check_room(needed: int, folder: str | None) -> None:
         )
 
 
-def _available_bytes() -> int | None:
+def check_folder(given: str | None) -> None:
+    """InputError for a folder that cannot be written, or whose files lie in memory."""
+    folder = folder_for(given)
+    if in_memory(folder):
+        raise InputError(
+            f"the folder {folder} lies in memory: nothing would be saved",
+            hint="give one on a disk: folder=…",
+        )
+
+
+def available_bytes() -> int | None:
+    """Memory of the host that is free or can be freed; None where that is not told."""
     try:
         text = Path("/proc/meminfo").read_text()
     except OSError:
