@@ -69,6 +69,22 @@ def test_fit_is_plan_and_apply() -> None:
     assert step.measured is not None and 0 < step.measured.peak_bytes <= budget
 
 
+def test_a_step_whose_update_has_begun_is_not_taken_back() -> None:
+    """Fused kernels do not count as writing: the versions of weights do not tell."""
+    model, batch, loss = residual()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    step = fit(model, batch, loss=loss, optimizer=optimizer, budget="1 GB", allow="lossless")
+    whole = step._setup.update
+
+    def breaks_off() -> None:
+        whole()
+        raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
+
+    step._setup.update = breaks_off
+    with pytest.raises(ss.BudgetError, match="within the update"):
+        step(batch)
+
+
 def test_no_step_is_lost() -> None:
     """Out of memory twice: tighter plans, and what plain training leaves, to the bit."""
     model, batch, loss = residual()

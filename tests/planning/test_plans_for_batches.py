@@ -80,3 +80,16 @@ def test_a_batch_that_fits_no_plan_is_named():
         )  # fmt: skip
     assert "MB" in str(raised.value)
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_one_absurd_batch_is_named_beside_the_others():
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    some = [torch.randn(64, 8), torch.randn(32, 8), torch.empty(10**7, 8, device="meta")]
+    with pytest.raises(ss.BudgetError, match=r"\(10000000, 8\), 156,250 times") as raised:
+        ss.plan(
+            model, some[0], batches=some, loss=lambda m, b: m(b).square().mean(),
+            optimizer=optimizer, budget="1 MB", allow="lossless",
+        )  # fmt: skip
+    assert "leave out" in str(raised.value.hint) and raised.value.smallest_bytes > 10**8
+    assert not optimizer.state and all(p.grad is None for p in model.parameters())

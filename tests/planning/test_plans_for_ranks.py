@@ -11,7 +11,7 @@ import shoestring as ss
 from shoestring.memory.device import device_timeline
 from shoestring.planning.planner import Planner
 from shoestring.planning.ranks import SharedStep
-from shoestring.step.trace_step import capture_step
+from shoestring.step.trace_step import trace_plan
 from shoestring.techniques.plan import Plan
 from step.ranked_peaks import CHOSEN, OPTIMIZERS, batch, build, loss, peaks
 
@@ -30,7 +30,7 @@ MESSAGE = 2**20 + 2**19
 def predicted(ranks: int, kind: str, plan: str, optimizer: str) -> int:
     model, chosen, shared = build(), Plan.of(CHOSEN[plan]), SharedStep(ranks, kind)
     share = shared.share(batch())
-    trace = capture_step(chosen, model, share, loss=loss, optimizer=OPTIMIZERS[optimizer](model))
+    trace = trace_plan(chosen, model, share, loss=loss, optimizer=OPTIMIZERS[optimizer](model))
     return int(device_timeline(shared.of_one(trace, chosen, model, share)).totals.max())
 
 

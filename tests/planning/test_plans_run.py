@@ -9,6 +9,9 @@ import torch
 from torch import nn
 
 import shoestring as ss
+from shoestring.techniques.offers import Context
+from shoestring.techniques.precision.trial import runs_in
+from shoestring.trace.tracing import trace_model
 from tiers import slow_but
 
 
@@ -49,3 +52,40 @@ def test_what_has_no_kernel_is_not_planned(
         return
     assert runs, plan.short()
     ss.apply(plan, model, optimizer, loss=loss)(x)
+
+
+class WithToken(nn.Module):
+    """A token of zeros before the others: 1 / deviation is a million there, beyond FP16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.norm = nn.Parameter(torch.zeros(64)), nn.LayerNorm(64, eps=1e-12)
+        self.layers = net()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(self.norm(torch.cat([self.token.expand(1, 64), x])))
+
+
+def context(model: nn.Module, loss: Any) -> Context:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return Context(
+        model, torch.randn(48, 64), optimizer, trace_model, device="cpu", examples=48,
+        batch_norm=False, loss=loss,
+    )  # fmt: skip
+
+
+def by_square(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().mean()
+
+
+def test_no_fp16_where_gradients_are_infinite_at_any_scale() -> None:
+    assert not runs_in(context(WithToken(), by_square), torch.float16)
+    assert runs_in(context(WithToken(), by_square), torch.bfloat16)
+    assert runs_in(context(net(), by_square), torch.float16)
+
+
+def test_no_16_bits_beside_a_network_in_fp32_that_the_loss_holds() -> None:
+    judge = net().requires_grad_(False)
+    given = context(net(), lambda model, x: judge(model(x)).square().mean())
+    assert not runs_in(given, torch.bfloat16)
+    assert not runs_in(given, torch.float16)

@@ -36,15 +36,6 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Steady where cores are shared."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def certificate(name: str, chosen: list[Technique], optimizer: str = "sgd") -> Certificate:
     small = SMALL[name]
     torch.manual_seed(0)

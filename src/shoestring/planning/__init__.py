@@ -1,1 +1,1 @@
-"""What to do: the plan, as a value."""
+"""A budget in bytes → a plan."""

@@ -1,11 +1,11 @@
-"""What a plan may use: levels of closeness, and lossy techniques by name."""
+"""The `allow` option: levels of closeness, and lossy techniques by name."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ..errors import InputError
+from ..errors import InputError, did_you_mean
 from ..techniques import registered
 from ..techniques.claims import Circumstances, Level
 from ..techniques.offers import Offer
@@ -33,7 +33,7 @@ class Allowed:
         if unknown:
             raise InputError(
                 f"unknown `allow` option {unknown[0]!r}",
-                hint="one of " + ", ".join([*sorted(known), *_LEVELS]),
+                hint=did_you_mean(unknown[0], [*_LEVELS, *sorted(known)]),
             )
         levels = [_LEVELS[name] for name in names if name in _LEVELS]
         level = min(levels, default=Level.NEAR if names else Level.ROUNDING)
@@ -50,7 +50,7 @@ class Allowed:
         return offer.level(at) <= self.level or offer.name in self.names
 
     def wider(self, offers: Sequence[Offer], at: Circumstances) -> list[Allowed]:
-        """What could still be allowed, each with all before it, mildest first."""
+        """Options that could still be allowed, each with all before it, the least lossy first."""
         made: list[Allowed] = []
         now = self
         for offer in sorted(offers, key=lambda o: (o.level(at), o.lossiness)):

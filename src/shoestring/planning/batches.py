@@ -63,13 +63,21 @@ def plan_for_all(
     plan_for: Callable[[Any], BudgetPlan],
     needed: Callable[[BudgetPlan, Any], int],
     limit_bytes: int,
+    usual: int = 0,
 ) -> BudgetPlan:
-    """The plan for one of them that holds for all; BudgetError with those that do not fit."""
+    """The plan for one of them that holds for all; BudgetError with those that do not fit.
+
+    `usual`: elements of a batch in the middle of the data set, beside which an error names the one
+    that is too large.
+    """
     tried: set[int] = set()
     at = 0
     while True:
         tried.add(at)
-        found = plan_for(batches[at])
+        try:
+            found = plan_for(batches[at])
+        except BudgetError as error:
+            raise _named(error, batches[at], usual) from None
         needs = {i: needed(found, batch) for i, batch in enumerate(batches) if i != at}
         over = {i: nbytes for i, nbytes in needs.items() if nbytes > limit_bytes}
         if not over:
@@ -84,3 +92,20 @@ def plan_for_all(
                 hint="cut or leave out those, or plan for a larger budget",
             )
         at = worst
+
+
+def usual_elements(batches: Sequence[Any]) -> int:
+    """Of the batch in the middle, by size."""
+    return sorted(elements(sizes_of(batch)) for batch in batches)[len(batches) // 2]
+
+
+def _named(error: BudgetError, batch: Any, usual: int) -> BudgetError:
+    """The same of one batch of several: which it is, and that it may be the only one."""
+    sizes = sizes_of(batch)
+    times = elements(sizes) / max(usual, 1)
+    larger = f", {times:,.0f} times as large as most" if times >= 2 else ""
+    return BudgetError(
+        f"{error.message}; that is for the batch of {', '.join(map(str, sizes))}{larger}",
+        hint=f"cut or leave out batches of this size; or {error.hint}",
+        smallest_bytes=error.smallest_bytes,
+    )

@@ -9,9 +9,8 @@ step was measured, not predicted.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -29,11 +28,11 @@ from ..techniques.splitting.find import find_units
 from ..trace.attributes import held_by, moved_modules
 from ..trace.batches import tensors_of
 from ..trace.blocks import is_normalization
-from ..trace.capture import Loss, user_code
-from ..trace.fakes import OptimizerLike, is_fake, make_optimizer, same_random_streams
+from ..trace.fakes import OptimizerLike, is_fake, make_optimizer
 from ..trace.split import cut, examples_of
 from ..trace.streams import stream_states
-from ..trace.untouched import Untouched, hooks_of
+from ..trace.tracing import Loss, user_code
+from ..trace.untouched import Untouched, as_it_was, hooks_of
 from ..units import format_size
 from .allow import Allowed
 from .margin import Margin
@@ -165,11 +164,11 @@ class _Trials:
     def __init__(self, model: nn.Module, batch: Any, loss: Loss, optimizer: Any) -> None:
         self._model, self._batch, self._loss, self._optimizer = model, batch, loss, optimizer
         self.known: dict[Setting, int | None] = {}
-        """What a budget must hold; None where the device ran out of memory."""
+        """Bytes a budget must have; None where the device ran out of memory."""
         self._measured: dict[Setting, tuple[int, int]] = {}
 
     def context(self) -> Context:
-        """What techniques are told; what the forward pass writes is found by one step."""
+        """The context for techniques; one step finds out what the forward pass writes."""
         try:
             examples = examples_of(self._batch)
         except InputError:
@@ -189,19 +188,21 @@ class _Trials:
         return self.known[setting]
 
     def as_prediction(self, setting: Setting, device: str) -> Prediction:
-        """What was measured, in the place of what is predicted elsewhere."""
+        """The measurement, in place of a prediction."""
         peak, beside = self._measured.get(setting, (self.known[setting] or 0, 0))
         return Prediction(peak, "device", device, costs="measured", scratch_bytes=beside)
 
     def _writers(self) -> frozenset[str]:
         model = self._model
         values = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        versions = {name: (p, p._version) for name, p in model.named_parameters()}
         before = [held_by(module) for module in model.modules()]
         with self._put_back(), user_code():
             training_step(model, self._batch, self._loss, None)
             now = dict(model.named_buffers())
             moved = {n.rpartition(".")[0] for n, held in values.items()
                      if n not in now or not torch.equal(held, now[n])}  # fmt: skip
+            moved |= {n.rpartition(".")[0] for n, (p, v) in versions.items() if p._version != v}
             return moved_modules(model, before) | frozenset(moved)
 
     def _run(self, setting: Setting) -> int | None:
@@ -248,19 +249,9 @@ class _Trials:
         highest = max(found, key=lambda m: m.peak_bytes + m.scratch_bytes)
         return highest.peak_bytes, highest.scratch_bytes
 
-    @contextmanager
-    def _put_back(self) -> Iterator[None]:
+    def _put_back(self) -> AbstractContextManager[None]:
         """Weights, state, buffers, gradients, streams and bystanders as they were."""
-        gradients = [(p, p.grad) for p in self._model.parameters()]
-        touched = Untouched([self._loss, *hooks_of(self._model)])
-        with warnings.catch_warnings(), same_random_streams():
-            warnings.simplefilter("ignore")
-            try:
-                with touched:
-                    yield
-            finally:
-                for parameter, gradient in gradients:
-                    parameter.grad = gradient
+        return as_it_was(self._model, Untouched([self._loss, *hooks_of(self._model)]))
 
 
 def _no_trace(plan: Plan, **_: Any) -> Any:

@@ -27,7 +27,7 @@ _KINDS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Costs:
-    """What a device takes for each unit of work."""
+    """Seconds a device needs for each unit of work."""
 
     device: str
     flops_per_second: Mapping[str, float]
@@ -36,9 +36,9 @@ class Costs:
     """Operations of convolutions: by default PyTorch has them in TF32, but not products."""
     bytes_per_second: float
     seconds_per_kernel: float
-    """What each takes on the device beside its work: it starts, and ends half filled."""
+    """Overhead of each kernel on the device: it starts, and ends half filled."""
     seconds_per_launch: float
-    """What the host takes to start one; on the CPU that is the device."""
+    """Seconds the host needs to launch one; on the CPU that is the device."""
     link_bytes_per_second: float
     """Between the device and the host, each way."""
     source: str
@@ -120,12 +120,48 @@ def costs_of(device: str) -> Costs:
 def _cpu() -> Costs:
     """Nominal but for 16 bits, which some CPUs compute dozens of times slower than FP32."""
     nominal = NOMINAL["cpu"]
-    wide = _products("cpu", "fp32", 256)
-    rates = {}
-    for name, rate in nominal.flops_per_second.items():
-        slow = name != "fp32" and _products("cpu", name, 256) < wide / _FAR
-        rates[name] = nominal.flops_per_second["fp32"] / _FAR**2 if slow else rate
+    wide = nominal.flops_per_second["fp32"]
+    rates = dict(nominal.flops_per_second)
+    for name, slowdown in _slowdowns().items():
+        rates[name] = min(rates[name], wide / slowdown)
     return replace(nominal, flops_per_second=rates, convolved_per_second=rates)
+
+
+def _slowdowns(size: int = 256) -> dict[str, float]:
+    """How many times longer a product takes in 16 bits than in FP32: the closest power of four.
+
+    In one thread and by its own CPU time, so that a busy machine does not change the answer. bf16
+    by AVX-512 without its own instructions takes 3 to 4 times as long, FP16 in PyTorch's own
+    kernels 60 times and more.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        seconds = {name: _own_seconds(kind, size) for name, kind in _KINDS.items()}
+    finally:
+        torch.set_num_threads(threads)
+    return {
+        name: 4.0 ** round(math.log(min(max(took / seconds["fp32"], 1.0), 4.0**6), 4))
+        for name, took in seconds.items()
+        if name != "fp32"
+    }
+
+
+def _own_seconds(kind: torch.dtype, size: int, least_seconds: float = 0.01) -> float:
+    """CPU time of one square product in this thread; infinite where there is no such kernel."""
+    factor = torch.ones(size, size, dtype=kind)
+    try:
+        factor @ factor
+    except RuntimeError:
+        return float("inf")
+    best = float("inf")
+    for _ in range(3):
+        count, start = 0, time.thread_time()
+        while (took := time.thread_time() - start) < least_seconds:
+            factor @ factor
+            count += 1
+        best = min(best, took / count)
+    return best
 
 
 @lru_cache
@@ -137,13 +173,13 @@ def _gpu() -> Costs:
         pixels = torch.ones(64, 256, _SIDE, _SIDE, device="cuda", dtype=kind)
         weight = torch.ones(256, 256, 3, 3, device="cuda", dtype=kind)
         with suppress(RuntimeError):  # no such kernels here
-            rate = efficiency * _products("cuda", name, 4096)
+            rate = efficiency * _products(name, 4096)
             products[name] = _coarse(rate, products[name])
-            seconds = _time(lambda a=pixels, w=weight: F.conv2d(a, w, padding=1), "cuda")  # type: ignore[misc]
+            seconds = _time(lambda a=pixels, w=weight: F.conv2d(a, w, padding=1))  # type: ignore[misc]
             rate = efficiency * 18 * 256 * pixels.numel() / seconds
             convolutions[name] = _coarse(rate, convolutions[name])
     large = torch.ones(2**28, device="cuda")
-    moved = 2 * large.nbytes / _time(lambda: large.mul_(1), "cuda")
+    moved = 2 * large.nbytes / _time(lambda: large.mul_(1))
     return replace(
         nominal,
         flops_per_second=products,
@@ -160,7 +196,7 @@ def _link(nominal: float) -> float:
         there = torch.empty(2**26, dtype=torch.uint8, pin_memory=True)
     except RuntimeError:  # no pinned memory left
         return nominal
-    seconds = _time(lambda: here.copy_(there, non_blocking=True), "cuda")
+    seconds = _time(lambda: here.copy_(there, non_blocking=True))
     return float(nominal * 2 ** round(math.log2(here.nbytes / seconds / nominal)))
 
 
@@ -173,34 +209,26 @@ def _coarse(rate: float, nominal: float) -> float:
     return float(nominal * _FAR ** (2 * round(math.log(rate / nominal, _FAR**2))))
 
 
-def _products(device: str, name: str, size: int) -> float:
-    """Operations a second of one product of square matrices; 0 where there is no such kernel."""
-    factor = torch.ones(size, size, device=device, dtype=_KINDS[name])
-    try:
-        return 2 * size**3 / _time(lambda: factor @ factor, device)
-    except RuntimeError:
-        return 0.0
+def _products(name: str, size: int) -> float:
+    """Operations a second of one product of square matrices on the GPU."""
+    factor = torch.ones(size, size, device="cuda", dtype=_KINDS[name])
+    return 2 * size**3 / _time(lambda: factor @ factor)
 
 
 _SIDE = 28
 """Of the images that are convolved."""
 
 
-def _time(run: Callable[[], object], device: str, least_seconds: float = 0.02) -> float:
-    """Seconds of one call, the best of a few rounds."""
-
-    def wait() -> None:
-        if device == "cuda":
-            torch.cuda.synchronize()
-
+def _time(run: Callable[[], object], least_seconds: float = 0.02) -> float:
+    """Seconds of one call on the GPU, the best of a few rounds."""
     run()
-    wait()
+    torch.cuda.synchronize()
     count, best = 1, float("inf")
     for _ in range(12):
         start = time.perf_counter()
         for _ in range(count):
             run()
-        wait()
+        torch.cuda.synchronize()
         took = time.perf_counter() - start
         best = min(best, took / count)
         if took >= least_seconds:

@@ -1,4 +1,4 @@
-"""What plans for a model take, by the `device` accounting.
+"""Estimates of plans for a model, by the `device` accounting.
 
 Estimates scale the plain step: offers say by how much, and the scheduler fills the room. `predict`
 does not estimate: it runs the planned step itself on fake tensors.
@@ -14,13 +14,13 @@ from functools import cached_property
 import numpy as np
 
 from ..errors import InputError, TraceError
-from ..memory.cpu_scratch import scratch_above
+from ..memory.cpu.scratch import scratch_above
 from ..memory.device import device_timeline
 from ..memory.picture import thinned
 from ..memory.prediction import Prediction
 from ..memory.reserved import reserved
 from ..memory.timeline import resident_bytes
-from ..memory.work import Work, work_of_passes
+from ..memory.work import Work, link_bytes, work_of_passes
 from ..techniques import registered
 from ..techniques.base import Technique
 from ..techniques.offers import Conditions, Context, Scheduled, Scheduler, Update
@@ -47,8 +47,12 @@ class DeviceEstimates:
             p.name: p.numel * p.dtype.itemsize for p in context.trace.parameters if p.has_gradient
         }
         self.room_bytes: int | None = None
-        """What a captured step may reserve; more, and it is taken to run eagerly."""
+        """Bytes a captured step may reserve; above that the step runs eagerly."""
         self.captures = True
+        self._off: dict[tuple[str, ...], tuple[int, float]] = {}
+        """Names of techniques → bytes that were missing in predictions, and the factor to seconds,
+        as trials found them."""
+        self._predictions: dict[tuple[Plan, int | None], Prediction] = {}
 
     @property
     def passes(self) -> Work:
@@ -60,6 +64,22 @@ class DeviceEstimates:
         """The step without a plan."""
         return self._predicted(Setting(), self.context.trace, self.passes)
 
+    # -- trials --------------------------------------------------------------------------------
+
+    def correct(self, setting: Setting, more_bytes: int, factor: float) -> None:
+        """A step by it took so much more than is predicted with what was known so far."""
+        known_bytes, known = self._correction(setting)
+        self._off[_names(setting)] = known_bytes + more_bytes, known * factor
+
+    @property
+    def least_factor(self) -> float:
+        """To the seconds of settings that were not tried: of one trial nothing follows for them."""
+        factors = [factor for _, factor in self._off.values()]
+        return min(factors) if len(factors) > 1 else 1.0
+
+    def _correction(self, setting: Setting) -> tuple[int, float]:
+        return self._off.get(_names(setting), (0, self.least_factor))
+
     # -- a setting -----------------------------------------------------------------------------
 
     def _passes(self, setting: Setting) -> _Passes:
@@ -70,7 +90,7 @@ class DeviceEstimates:
         return self._known_passes[techniques]
 
     def update(self, setting: Setting) -> Update:
-        """What is resident with a setting, and what the update takes."""
+        """Resident bytes with a setting, and the bytes of the update."""
         techniques = tuple(t for t in setting.techniques if t.changes_update)
         now = self._update(techniques)
         for technique in techniques if setting.scales.parts > 1 else ():
@@ -99,7 +119,7 @@ class DeviceEstimates:
         some = all(t.some_tell_all for t in techniques)
         names, shown = largest(self.trained if some else {})
         try:
-            trace = self._capture(Plan(techniques), update=names)
+            trace = self._traced_step(Plan(techniques), update=names)
         except (InputError, TraceError):
             if not techniques:
                 raise
@@ -107,7 +127,7 @@ class DeviceEstimates:
         together = self.context.device == "cuda" and not any(t.updates_apart for t in techniques)
         return traced_update(trace, shown, together=together)
 
-    def _capture(self, plan: Plan, *, update: Collection[str] | None = None) -> Trace:
+    def _traced_step(self, plan: Plan, *, update: Collection[str] | None = None) -> Trace:
         """The passes of a planned step, or the update of some parameters (of none: of all)."""
         names = update or self.trained
         inside = any(t.updates_in_backward for t in plan.techniques)
@@ -154,15 +174,16 @@ class DeviceEstimates:
         if captured is None:
             captured = self._capturable(setting)
         step, update, link, hidden = self._parts(setting, work, captured)
-        return step + update + link - hidden
+        return (step + update + link - hidden) * self._correction(setting)[1]
 
     def _parts(
         self, setting: Setting, work: Work, captured: bool
     ) -> tuple[float, float, float, float]:
-        """Passes, update, the link to the host, and what of that runs under the others.
+        """Seconds of the passes, the update and the link, and how many of the link's overlap.
 
-        Under the update; where updates run in it, under the backward pass of the last part, two
-        thirds of its passes.
+        Copies to the host overlap the forward pass, at least a quarter of the passes; those that
+        come back overlap the backward pass, two thirds of them. State overlaps the update; where
+        updates run in it, the backward pass of the last part.
         """
         now, by = self.update(setting), setting.scales
         again = (by.parts - 1) * (2 * now.model_bytes + 3 * now.gradient_bytes)
@@ -170,14 +191,29 @@ class DeviceEstimates:
         step = self._costs.step_seconds(passes, by.number_type, captured=captured)
         update = self._costs.step_seconds(now.work, captured=captured)
         inside = any(t.updates_in_backward for t in setting.techniques)
+        if not captured:
+            host = (passes.launches if inside else 0) + now.work.launches + now.host_launches
+            least = self._costs.seconds_per_launch * host  # Python runs one after the other
+            if inside:
+                step = max(step, least - update)
+            else:
+                update = max(update, least)
         if self._by_norm and inside and by.parts == 1:  # once for the norm to clip by
             step *= 2
         link = now.link_bytes / self._costs.link_bytes_per_second
+        saved = passes.link / self._costs.link_bytes_per_second  # each way
         if self.context.device == "cpu":  # a disk is read and written by who computes
-            return step, update, link, 0.0
+            return step, update, link + 2 * saved, 0.0
         once = step / 2 if self._by_norm and inside and by.parts == 1 else step
-        under = update + (once * 2 / 3 / by.parts if inside else 0)
-        return step, update, link, min(link, under)
+        back = min(saved, once * 2 / 3)
+        under = update + ((once * 2 / 3 - back) / by.parts if inside else 0)
+        hidden = min(link, under) + min(saved, once / 4) + back
+        return step, update, link + 2 * saved, hidden
+
+    @staticmethod
+    def _saved_link(setting: Setting, work: Work) -> int:
+        """Bytes of activations that go to the host and come back."""
+        return int(work.link * setting.scales.width)
 
     def _capturable(self, setting: Setting) -> bool:
         """On CUDA, whether the update can be part of a graph."""
@@ -198,7 +234,7 @@ class DeviceEstimates:
         return min(self._seconds(setting, work) for work in works)
 
     def least_bytes(self, setting: Setting) -> int:
-        """What no schedule changes, and the largest block alone."""
+        """Bytes that no schedule changes, and those of the largest block."""
         at, scheduler = self._conditions(setting), self._passes(setting).scheduler
         floor = self.floor_bytes(setting)  # that of `at` may be left out, where it fits
         return floor if scheduler is None else max(floor, scheduler.least_bytes(at))
@@ -215,8 +251,8 @@ class DeviceEstimates:
     def tighter(self, candidate: Candidate, missing_bytes: int) -> Candidate | None:
         """The fastest that is estimated to need so much less, by the same setting.
 
-        What is reserved does not follow the peak: gradients do not fit into the gaps that
-        activations leave. So it is activations that must become fewer.
+        Reserved bytes do not follow the peak: gradients do not fit into the gaps that
+        activations leave. So the schedule must keep fewer activations.
         """
         scheduler = self._passes(candidate.setting).scheduler
         if not self._of_card or scheduler is None:
@@ -261,10 +297,34 @@ class DeviceEstimates:
         seconds = self._seconds(setting, found.work)
         return Candidate(setting, found.technique, found.peak_bytes, seconds, found.work)
 
+    def idle(self, candidate: Candidate) -> bool:
+        """Inputs of recomputed blocks would lie on the host, and none is recomputed."""
+        return candidate.setting.scales.inputs_here is not None and not candidate.work.link
+
     # -- predictions ---------------------------------------------------------------------------
 
     def predict(self, candidate: Candidate) -> Prediction | None:
         """The peak of the planned step, run on fake tensors; the time is that of the estimate."""
+        key = candidate.plan, self.room_bytes
+        if key not in self._predictions:
+            found = self._traced_prediction(candidate)
+            if found is None:
+                return None
+            self._predictions[key] = found
+        found, (more, factor) = self._predictions[key], self._correction(candidate.setting)
+        assert found.seconds is not None
+        room = self.room_bytes
+        captured = found.captured and (room is None or found.graph_bytes + more <= room)
+        return replace(
+            found,
+            seconds=found.seconds * factor,
+            reserved_bytes=found.reserved_bytes and found.reserved_bytes + more,
+            graph_bytes=found.graph_bytes and found.graph_bytes + more,
+            scratch_bytes=found.scratch_bytes + (0 if found.reserved_bytes else more),
+            captured=captured,
+        )
+
+    def _traced_prediction(self, candidate: Candidate) -> Prediction | None:
         try:
             trace = self._of_passes(candidate.plan)
         except (InputError, TraceError) as error:
@@ -275,16 +335,18 @@ class DeviceEstimates:
         return self._predicted(candidate.setting, trace, candidate.work, candidate.plan)
 
     def _of_passes(self, plan: Plan) -> Trace:
-        """What the passes do, which plans that differ in their update alone have in common."""
+        """The trace of the passes, shared by plans that differ only in their update."""
         if any(t.updates_in_backward for t in plan.techniques):
-            return self._capture(plan)
+            return self._traced_step(plan)
         others = tuple(t for t in plan.techniques if not t.leaves_passes)
         if len(others) < len(plan.techniques):
             self._check_update(plan)
         if not others:
             return self.context.trace
         if others not in self._traced:
-            self._traced = {others: self._capture(Plan(others))}  # the last alone: they are large
+            self._traced = {
+                others: self._traced_step(Plan(others))
+            }  # the last alone: they are large
         return self._traced[others]
 
     def _check_update(self, plan: Plan) -> None:
@@ -292,7 +354,7 @@ class DeviceEstimates:
         lasting = tuple(t for t in plan.techniques if not t.revisable)
         if lasting not in self._applied:
             largest = max(self.trained, key=self.trained.__getitem__)
-            self._capture(Plan(lasting), update=[largest])
+            self._traced_step(Plan(lasting), update=[largest])
             self._applied.add(lasting)
 
     def _predicted(
@@ -312,19 +374,22 @@ class DeviceEstimates:
             card = reserved(
                 trace, self._state_sizes(setting, trace), self.update(setting).passing_bytes,
                 state_first=any(t.state_first for t in setting.techniques),
-                rest=self._rest(setting), limit_bytes=self.room_bytes,
+                rest=self._rest(setting), limit_bytes=self.room_bytes, capturable=captured,
             )  # fmt: skip
-            taken, graph = card.eager_bytes, card.captured_bytes if captured else 0
+            taken, graph = card.eager_bytes, card.captured_bytes
             room = self.room_bytes
             if captured and room is not None and card.captured_bytes <= room:
                 taken = card.captured_bytes
             else:
                 captured = False
+        by = setting.scales
+        if by.inputs_here is not None:  # as the step itself moves it
+            work = replace(work, link=link_bytes(trace) * by.parts / by.width)
         step, update, link, hidden = self._parts(setting, work, captured)
         return Prediction(
             peak, "device", device, step + update + link - hidden, int(work.flops),
             self._costs.source, above, taken, captured, graph,
-            self.update(setting).link_bytes, link, hidden,
+            self.update(setting).link_bytes + self._saved_link(setting, work), link, hidden,
             curve=self._curve(totals + state, setting),
         )  # fmt: skip
 
@@ -349,6 +414,10 @@ class DeviceEstimates:
         gradients = [s.nbytes for s in trace.storages if s.role is Role.GRADIENT]
         share = update.state_bytes / count / max(sum(gradients), 1)
         return [int(nbytes * share) for nbytes in gradients for _ in range(count)]
+
+
+def _names(setting: Setting) -> tuple[str, ...]:
+    return tuple(technique.name for technique in setting.techniques)
 
 
 class _Passes:

@@ -17,13 +17,14 @@ from ..step.setting_up import revisable
 from ..step.step import Step
 from ..techniques.splitting.find import find_units
 from ..torch_private.fake_tensors import FakeTensorMode
-from ..trace.capture import Loss, check_trainable
 from ..trace.fakes import check_optimizer, fake_batch, fake_model, make_optimizer
+from ..trace.tracing import Loss, check_trainable
 from ..units import format_size, parse_size
 from .by_running import plan_by_running, untraced
 from .planner import MARGIN, Planner
 from .result import BudgetPlan
 from .settings import Setting
+from .trial import Trials, plan_on_device, trials_for
 
 _LESS = 0.9
 """Of the predicted peak, planned for when the device ran out of memory."""
@@ -42,16 +43,16 @@ def fit(
     budget_of: Literal["reserved", "allocated"] = "reserved",
     clip: float | Clip | None = None,
 ) -> Step:
-    """Make a training step that stays within the budget: `plan`, `apply`, and again if need be.
+    """Make a training step that stays within the budget: `plan`, then `apply`.
 
-    When a step needs more than the budget, or the device runs out of memory, it says so with
-    numbers (BudgetWarning), takes the failed step back (weights, buffers and random streams are as
-    before), and goes on by a tighter plan: no minibatch is lost. For a model that cannot be traced
-    the plan is found by running it, and there is no tighter one.
+    If a step needs more than the budget, or the device runs out of memory, the step warns with
+    the numbers (BudgetWarning), restores weights, buffers and random streams, and repeats the
+    minibatch by a tighter plan: no minibatch is lost. For a model that cannot be traced, `fit`
+    finds the plan by running it, and has no tighter one.
 
     Args:
         model: Changed in place.
-        batch: What one step is given; others may have other shapes.
+        batch: One batch, as your training loop has it; others may have other shapes.
         loss: `(model, batch) -> scalar`.
         optimizer: Over the model's parameters; changed in place.
         budget: Bytes, or text such as "8 GB".
@@ -108,23 +109,24 @@ def fitted(
     device = next(model.parameters()).device
     split = find_units(model, batch, loss)  # here, on real values: planning has none
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    twin, mapping = fake_model(model, mode)  # what is planned for stays, whatever becomes of it
+    fake, mapping = fake_model(model, mode)  # what is planned for stays, whatever becomes of it
 
     def planner_for(batch: Any) -> Planner:
         given: dict[str, Any] = {
             "loss": loss, "allow": allow, "device": device.type, "split": split,
             "budget_of": budget_of, "by_norm": by_norm,
         }  # fmt: skip
-        updates = make_optimizer(optimizer, twin, mapping)
+        updates = make_optimizer(optimizer, fake, mapping)
         try:
-            return Planner(twin, fake_batch(batch, mode), optimizer=updates, **given)
+            return Planner(fake, fake_batch(batch, mode), optimizer=updates, **given)
         except TraceError as error:
             if not error.values:
                 raise
         return Planner(model, batch, optimizer=optimizer, **given)  # its values are needed
 
     try:
-        tighter = _Tighter(planner_for, batch, budget_bytes, held_bytes, among)
+        trials = trials_for(None, budget_of, model, batch, loss, optimizer)
+        tighter = _Tighter(planner_for, batch, budget_bytes, held_bytes, among, trials)
     except Exception as error:
         because = untraced(error)
         if because is None:
@@ -154,13 +156,17 @@ class _Tighter:
         budget_bytes: int,
         held_bytes: int = 0,
         among: Callable[[Setting], bool] = lambda setting: True,
+        trials: Trials | None = None,
     ) -> None:
         self._among = among
         self._planner_for, self._budget_bytes = planner_for, budget_bytes
         self._first_bytes = max(budget_bytes - held_bytes, 0)
         self._shapes, self._planner = shapes_of(batch), planner_for(batch)
         self._planned_bytes = {self._shapes: self._first_bytes}
-        found = self._planner.plan(self._first_bytes, among=among)
+        if trials is None:
+            found = self._planner.plan(self._first_bytes, among=among)
+        else:
+            found = plan_on_device(self._planner, trials, self._first_bytes, among)
         self.first = replace(found, budget_bytes=budget_bytes)
 
     def __call__(self, step: Step, batch: Any, peak_bytes: int | None) -> None:

@@ -1,4 +1,4 @@
-"""What plans for a model take, by the `fundamental` accounting: the report's, of an ideal executor.
+"""Estimates of plans by the `fundamental` accounting: the report's, of an ideal executor.
 
 Each way to schedule the step (`Scheduler.ways`) is counted once on the whole minibatch for each
 setting of the other techniques, or between two of them by a line. `predict` counts what runs at
@@ -159,6 +159,10 @@ class FundamentalEstimates:
         """The fastest that fits."""
         found = [c for c in self.front(setting) if c.peak_bytes <= room_bytes]
         return min(found, key=lambda c: c.seconds, default=None)
+
+    def idle(self, candidate: Candidate) -> bool:
+        """Nothing is known of what a schedule leaves to others."""
+        return False
 
     def predict(self, candidate: Candidate) -> Prediction:
         """Counted on what runs at once."""

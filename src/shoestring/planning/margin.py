@@ -25,7 +25,7 @@ class Margin:
         return max(self.share * (1 - self.known_bytes / budget_bytes), min(LEAST, self.share))
 
     def limit(self, budget_bytes: int) -> int:
-        """What may be predicted for it."""
+        """The largest prediction that still counts as fitting."""
         return int(budget_bytes * (1 - self.fraction(budget_bytes)))
 
     def budget_for(self, needed_bytes: int) -> int:

@@ -12,12 +12,13 @@ from typing import Any, Literal
 from torch import nn
 
 from ..errors import BudgetError, InputError
-from ..memory.cpu_scratch import scratch_above
+from ..memory.cpu.scratch import scratch_above
 from ..memory.device import device_timeline
 from ..memory.model import ACCOUNTINGS
+from ..memory.prediction import Prediction
 from ..memory.reserved import reserved
 from ..memory.work import Work
-from ..step.trace_step import capture_step
+from ..step.trace_step import trace_plan
 from ..techniques import registered
 from ..techniques.base import Setup
 from ..techniques.claims import Level
@@ -27,14 +28,14 @@ from ..techniques.splitting import SplitFound
 from ..techniques.splitting.find import find_units
 from ..trace.batches import tensors_of
 from ..trace.blocks import is_normalization
-from ..trace.capture import Loss, capture, check_trainable
 from ..trace.fakes import OptimizerLike, adds_to_the_step, make_optimizer
 from ..trace.graph import Trace
 from ..trace.positions import index_like
 from ..trace.split import examples_of
+from ..trace.tracing import Loss, check_trainable, trace_model
 from ..units import parse_size
 from .allow import Allowed
-from .batches import largest, plan_for_all
+from .batches import largest, plan_for_all, usual_elements
 from .by_running import plan_by_running, untraced
 from .cost import IDEAL, NOMINAL, Costs, costs_of
 from .device_estimates import DeviceEstimates
@@ -46,6 +47,7 @@ from .reasons import choices
 from .result import BudgetPlan, FrontPoint
 from .search import Candidate, Found, budget_error, pareto, search, smallest
 from .settings import Setting, settings
+from .trial import plan_on_device, trials_for
 
 MARGIN = {"cpu": 0.01, "cuda": 0.04}
 """Fraction left free in the device accounting. On the CPU of the whole budget: scratch of kernels
@@ -73,19 +75,20 @@ def plan(
     ranks: int = 1,
     sharding: Literal["ddp", "fsdp"] = "ddp",
     prices: bool = False,
+    trial: bool | None = None,
 ) -> BudgetPlan:
     """Find the plan of least predicted time that fits the budget, lossless if there is one.
 
-    A model that cannot be traced is run instead: recomputation of its blocks and microbatches are
-    tried, each is measured, and everything is put back.
+    `plan` does not change the model. It tests the loss on a few real examples; if the loss does not
+    split into parts, plans have no microbatches. If a GPU is present, a few operations and each
+    convolution run once to be measured. If the model is on it, a few steps of the plan run, too.
 
-    Nothing of the model is changed. The loss is tested on a few real examples: where it does not
-    split into parts, there are no microbatches. Where there is a GPU, a few operations and each
-    convolution run alone to be timed and measured.
+    If a model cannot be traced, `plan` runs it instead: it measures steps with recomputed blocks
+    and microbatches, and restores everything.
 
     Args:
-        model: Left as it is; on any device, or on fake tensors.
-        batch: What one step is given.
+        model: Not changed; on any device, or on fake tensors.
+        batch: One batch, as your training loop has it.
         loss: `(model, batch) -> scalar`.
         optimizer: Yours, or a name such as "adamw".
         budget: Bytes, or text such as "8 GB".
@@ -93,7 +96,7 @@ def plan(
             default, which permits 16 bits); and lossy techniques by name. Text with commas, or
             several.
         accounting: "device" is what PyTorch's allocator shows, "fundamental" the report's.
-        device: "cpu" or "cuda"; by default where the model is. It need not be there.
+        device: "cpu" or "cuda"; by default where the model is. You need not have it.
         budget_of: On CUDA, what the budget counts: "reserved" is what PyTorch's allocator takes
             from the card, "allocated" what tensors use of that.
         batches: Others that are trained on, such as a data loader, which is read to its end: the
@@ -102,6 +105,8 @@ def plan(
         sharding: As for `parallel` of `apply`: "ddp", or "fsdp" to split the model, too.
         prices: Also plan for one and two tenths less and more: what that would cost and buy. Of one
             batch; none for a model that cannot be traced.
+        trial: Run a few steps by the plan, on the model itself and within the budget, correct the
+            prediction by them, and put everything back. By default where the model is on a GPU.
 
     Returns:
         A `BudgetPlan`: techniques, what is predicted with and without them, and why.
@@ -123,15 +128,17 @@ def plan(
             )
         given: dict[str, Any] = {
             "loss": loss, "optimizer": optimizer, "allow": allow, "accounting": accounting,
-            "device": device, "budget_of": budget_of,
+            "device": device, "budget_of": budget_of, "trial": trial,
         }  # fmt: skip
+        every = [batch, *batches]
         return plan_for_all(
-            largest([batch, *batches]),
+            largest(every),
             lambda one: plan(model, one, budget=budget_bytes, **given),
             lambda found, one: needed_bytes(
                 found, model, one, loss=loss, optimizer=optimizer, device=device
             ),
             budget_bytes,
+            usual_elements(every),
         )
     if ranks > 1 and accounting != "device":
         raise InputError("several ranks have devices", hint="accounting='device'")
@@ -142,7 +149,13 @@ def plan(
         )  # fmt: skip
         if ranks > 1:
             return plan_for_ranks(planner, shared, budget_bytes, loss)
-        found = planner.plan(budget_bytes)
+        trials = None
+        if accounting == "device" and device in (None, next(model.parameters()).device.type):
+            trials = trials_for(trial, budget_of, model, batch, loss, optimizer)
+        if trials is None:
+            found = planner.plan(budget_bytes)
+        else:
+            found = plan_on_device(planner, trials, budget_bytes)
         return planner.priced(found) if prices else found
     except Exception as error:
         because = untraced(error)
@@ -185,7 +198,7 @@ class Planner:
         check_trainable(model)
         kind = next(model.parameters()).device.type if device is None else device
         if kind not in MARGIN:
-            raise InputError(f"no accounting for device {kind!r}", hint="use 'cpu' or 'cuda'")
+            raise InputError(f"unknown device {kind!r}", hint="cpu or cuda")
         self.allowed = Allowed.of(allow)
         self._wrapper = optimizer if adds_to_the_step(optimizer) else None
         try:
@@ -199,7 +212,7 @@ class Planner:
         self._rates = (IDEAL if fundamental else known).as_dict()
 
         def trace_step(plan: Plan, *, optimizer: OptimizerLike = None, **others: Any) -> Trace:
-            return capture_step(
+            return trace_plan(
                 plan, model, batch, loss=loss, optimizer=optimizer, device=kind,
                 trained_by=updates, **others,
             )  # fmt: skip
@@ -214,11 +227,13 @@ class Planner:
             reserved=budget_of == "reserved", accounting=accounting,
             split=find_units(model, batch, loss) if split is None else split, loss=loss,
         )  # fmt: skip
+        self._settings_of: dict[Plan, Setting] = {}
+        """Of the plans that were found, without their schedules."""
         self.estimates: DeviceEstimates | FundamentalEstimates
         if fundamental:
             self.estimates = FundamentalEstimates(
                 self.context,
-                lambda part: capture(model, part, loss=loss, optimizer=optimizer),
+                lambda part: trace_model(model, part, loss=loss, optimizer=optimizer),
             )
         else:
             self.estimates = DeviceEstimates(self.context, known, by_norm=by_norm)
@@ -270,6 +285,16 @@ class Planner:
                 raise self._too_small(budget_bytes, found)
         return self._result(found, budget_bytes)
 
+    def correct(self, plan: BudgetPlan, more_bytes: int, factor: float) -> None:
+        """A step like this one took so many bytes more than predicted, and so much its time."""
+        assert isinstance(self.estimates, DeviceEstimates)
+        self.estimates.correct(self._settings_of[plan.plan], more_bytes, factor)
+
+    def corrected(self, predicted: Prediction) -> Prediction:
+        """Another step's time, as far as those that were tried tell."""
+        assert isinstance(self.estimates, DeviceEstimates) and predicted.seconds is not None
+        return replace(predicted, seconds=predicted.seconds * self.estimates.least_factor)
+
     def priced(self, plan: BudgetPlan) -> BudgetPlan:
         """The same plan with what somewhat less and more memory would cost and buy."""
         with warnings.catch_warnings():
@@ -314,7 +339,7 @@ class Planner:
 
     @cached_property
     def _offers(self) -> list[list[Offer]]:
-        """What each technique offers for this step, less what it refuses itself."""
+        """Settings each technique offers for this step, less those it refuses itself."""
         ladders = [list(kind.offers(self.context)) for kind in registered().values()]
         return [[o for o in ladder if self._applies(o)] for ladder in ladders if ladder]
 
@@ -335,6 +360,7 @@ class Planner:
 
     def _result(self, found: Found, budget_bytes: int) -> BudgetPlan:
         candidate = found.candidate
+        self._settings_of[candidate.plan] = candidate.setting
         points = [self._point(c) for c in self.estimates.around(candidate)]
         return BudgetPlan(
             candidate.plan.techniques,
@@ -355,18 +381,19 @@ class Planner:
         )
 
     def _too_small(self, budget_bytes: int, least: Found | None) -> BudgetError:
-        hints = []
+        limit = self.margin.limit(budget_bytes)
         known = budget_bytes if least is None else least.predicted.needed_bytes
-        at = self.context.circumstances
-        every = [offer for ladder in self._offers for offer in ladder]
-        for allowed in self.allowed.wider(every, at):
-            lossiest = max(self._settings(allowed)[::-1], key=lambda s: s.rank(at)[::2])
-            lossy = lossiest.but(o for o in lossiest.offers if o.level(at) is not Level.NEAR)
-            lower = self._tightest(lossiest, lossy)
-            if lower is not None and lower < known:
+        wider = [w for w in self._wider() if least is None or w[1].plan != least.candidate.plan]
+        near = [(name, one) for name, one in wider if one.peak_bytes <= limit]
+        hints: list[tuple[str, int]] = []
+        for name, candidate in near or wider:  # an estimate that does not fit is not traced
+            lower = self._tightest(candidate)
+            if lower < known:
                 # As asked for, with what was allowed before.
-                hints.append((str(allowed), self.margin.budget_for(lower)))
+                hints.append((name, self.margin.budget_for(lower)))
                 known = lower
+            if lower <= limit:
+                break  # enough: what is lossier still need not be named
         return budget_error(
             budget_bytes,
             self.margin,
@@ -376,12 +403,23 @@ class Planner:
             why=self.context.split.why if self.context.split.splits is False else "",
         )
 
-    def _tightest(self, *settings: Setting) -> int | None:
-        """Peak of the smallest plan by either, from its own step where that can run."""
-        found = [one for s in settings if (one := self.estimates.least(s, _ABOUT)) is not None]
-        if not found:
-            return None
-        least = min(found, key=lambda c: c.peak_bytes)
+    def _wider(self) -> list[tuple[str, Candidate]]:
+        """Options that could be allowed, least lossy first, each with its smallest plan."""
+        at = self.context.circumstances
+        every = [offer for ladder in self._offers for offer in ladder]
+        made: dict[Plan, tuple[str, Candidate]] = {}
+        for allowed in self.allowed.wider(every, at):
+            lossiest = max(self._settings(allowed)[::-1], key=lambda s: s.rank(at)[::2])
+            lossy = lossiest.but(o for o in lossiest.offers if o.level(at) is not Level.NEAR)
+            found = [self.estimates.least(s, _ABOUT) for s in (lossiest, lossy)]
+            some = [one for one in found if one is not None]
+            if some:
+                least = min(some, key=lambda c: c.peak_bytes)
+                made.setdefault(least.plan, (str(allowed), least))
+        return list(made.values())
+
+    def _tightest(self, least: Candidate) -> int:
+        """Peak of the smallest plan, from its own step where that can run."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # left out, and why
             predicted = self.estimates.predict(least)
@@ -407,9 +445,9 @@ def needed_bytes(
     optimizer: OptimizerLike,
     device: str | None,
 ) -> int:
-    """What a budget must hold for another batch by the same plan."""
+    """Bytes a budget must have for another batch by the same plan."""
     kind = next(model.parameters()).device.type if device is None else device
-    trace = capture_step(plan.plan, model, batch, loss=loss, optimizer=optimizer, device=kind)
+    trace = trace_plan(plan.plan, model, batch, loss=loss, optimizer=optimizer, device=kind)
     totals = device_timeline(trace).totals
     peak = int(totals.max(initial=0))
     if kind == "cpu":

@@ -1,4 +1,4 @@
-"""What more memory would buy, and what less would cost: the plans of other budgets."""
+"""The price of memory: plans for somewhat smaller and larger budgets."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Price:
     plan: Plan | None
     """None where nothing fits."""
     needed_bytes: int
-    """What the plan needs of the budget; where nothing fits, the smallest that does."""
+    """Bytes of the budget the plan needs; where nothing fits, the smallest that does."""
     seconds: float | None
     """Of a step."""
     kind: str

@@ -13,13 +13,13 @@ from typing import Any
 from torch import nn
 
 from ..errors import BudgetError, InputError
-from ..memory.cpu_scratch import scratch_above
+from ..memory.cpu.scratch import scratch_above
 from ..memory.device import device_timeline
 from ..memory.prediction import Prediction
 from ..memory.reserved import reserved
 from ..memory.sharded import replicated, sharded
 from ..step.shares import KINDS
-from ..step.trace_step import capture_step
+from ..step.trace_step import trace_plan
 from ..techniques.base import Setup
 from ..techniques.plan import Plan
 from ..trace.graph import Trace
@@ -90,7 +90,7 @@ def plan_for_ranks(planner: Any, ranks: SharedStep, budget_bytes: int, loss: Any
     planner.estimates.captures = False  # collectives are not captured
 
     def predicted(plan: Plan, like: Prediction) -> Prediction:
-        trace = capture_step(
+        trace = trace_plan(
             plan, model, batch, loss=loss, optimizer=context.optimizer, device=device,
             captured=False if device == "cuda" else None,
         )  # fmt: skip

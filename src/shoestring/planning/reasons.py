@@ -41,7 +41,7 @@ def _needed(
     limit_bytes: int,
     at: Circumstances,
 ) -> str:
-    """What less lossy plans need at least, where that is known to be too much."""
+    """The least that less lossy plans need, where that is known to be too much."""
     less = (s for s in milder if s.rank(at) < setting.rank(at))
     lowest = min((estimates.least_bytes(s) for s in less), default=0)
     if lowest <= limit_bytes:

@@ -1,4 +1,4 @@
-"""What is there beside the passes: parameters, gradients, state, and the peak of the update."""
+"""Resident bytes: parameters, gradients, optimizer state; and the peak of the update."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class FrontPoint:
-    """A plan beside which no allowed one needs both less memory and less time."""
+    """A plan that no other allowed plan beats in both memory and time."""
 
     plan: Plan
     peak_bytes: int
@@ -50,9 +50,21 @@ class FrontPoint:
         }
 
 
+@dataclass(frozen=True)
+class Trial:
+    """The measured step of a plan, from a trial on the device."""
+
+    needed_bytes: int
+    """On CUDA reserved at most, from the first step on; on the CPU tensors and scratch."""
+    seconds: float
+    """The fastest of a few steps."""
+    captured: bool
+    """Whether it ran as one CUDA graph."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class BudgetPlan(Plan):
-    """The plan of least predicted time whose predicted peak and a margin stay within a budget."""
+    """The fastest plan, by prediction, whose peak stays within a budget, with a margin."""
 
     budget_bytes: int = field()  # type: ignore[misc]
     budget_of: str = "reserved"
@@ -66,7 +78,7 @@ class BudgetPlan(Plan):
     front: tuple[FrontPoint, ...] = ()
     """From the least memory to the least time."""
     prices: tuple[Price, ...] = ()
-    """What somewhat less and more memory would cost and buy, where that was asked for."""
+    """Plans for somewhat less and more memory, if you asked for them."""
     rates: Mapping[str, Any] = field(default_factory=dict)
     """How fast the device was taken to be: the same rates give the same plan."""
     ranks: int = 1
@@ -75,6 +87,8 @@ class BudgetPlan(Plan):
     by_running: str = ""
     """Why the model cannot be traced, where the plan was run and measured instead: `predicted` and
     `plain` are then what steps took."""
+    trial: Trial | None = None
+    """Measured on a few steps by the plan, if the device is present; `predicted` agrees with it."""
 
     @property
     def plan(self) -> Plan:
@@ -83,7 +97,7 @@ class BudgetPlan(Plan):
 
     @property
     def kind(self) -> str:
-        """How close training by it is to plain training: as far as its weakest part."""
+        """How close the planned training is to plain training: the level of its weakest part."""
         kinds = [choice.kind for choice in self.choices]
         return next((kind for kind in (LOSSY, NEAR_LOSSLESS) if kind in kinds), LOSSLESS)
 
@@ -138,6 +152,7 @@ class BudgetPlan(Plan):
             "prices": [price.as_dict() for price in self.prices],
             "rates": dict(self.rates),
             "by_running": self.by_running,
+            "trial": None if self.trial is None else vars(self.trial),
             "ranks": self.ranks,
             "sharding": self.sharding,
         }
@@ -161,12 +176,12 @@ class BudgetPlan(Plan):
             f"plain {format_size(plain.peak_bytes)}",
             f"step {format_seconds(seconds)}, {_times(seconds, plain.seconds)} "
             f"plain; {format_flops(int(flops))}, {_times(flops, plain.flops)} plain "
-            f"(time by costs {predicted.costs}{', as one CUDA graph' * predicted.captured})",
+            f"(rates: {predicted.costs}{'; as one CUDA graph' * predicted.captured})",
         ]
         if predicted.link_bytes:
             share = predicted.hidden_seconds / max(predicted.link_seconds, 1e-12)
             lines.append(
-                f"{format_size(predicted.link_bytes)} come from the host and go back, "
+                f"{format_size(predicted.link_bytes)} copied from the host and back, "
                 f"{format_seconds(predicted.link_seconds)}, {100 * share:.0f}% of it hidden"
             )
         return lines
@@ -184,9 +199,11 @@ class BudgetPlan(Plan):
             first += f", {_times(_number(self.predicted.flops), self.plain.flops)} FLOPs"
         return "\n".join([first, *self._summary(), *_table(self._rows()), *price_lines(self)])
 
+    __repr__ = __str__
+
     @property
     def summary(self) -> str:
-        """What is predicted, in a few lines."""
+        """The prediction, in a few lines."""
         return "\n".join(self._summary())
 
 

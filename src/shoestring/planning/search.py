@@ -30,8 +30,15 @@ TRIES = 6
 
 
 _TRIES_FOR_GRAPH = 3
+_TIGHTER = 25
+"""Of the limit, the part a schedule must need less if it leaves a technique nothing to do."""
 _ABOUT = 1.05
 """A step that is predicted to take so much more than estimated is as fast as it was thought."""
+
+_BETWEEN = (0.25, 0.5, 0.75)
+"""Where faster schedules are sought between one that does not fit and the one that was found."""
+_WORTH = 0.97
+"""Of the time of a plan that fits: others are predicted only if they are estimated to need less."""
 
 _SMALLEST = 3
 """Settings with the lowest bounds that can be applied, of which the smallest plan is sought."""
@@ -43,7 +50,7 @@ class Candidate:
 
     setting: Setting
     scheduled: Technique | None
-    """What the scheduler found for the room it had."""
+    """The scheduler's result for the bytes it was given."""
     peak_bytes: int
     seconds: float
     work: Work
@@ -56,7 +63,7 @@ class Candidate:
 
 
 class Estimates(Protocol):
-    """What is known of a model before anything is predicted exactly."""
+    """Estimates for a model, before anything is predicted exactly."""
 
     def least_seconds(self, setting: Setting) -> float:
         """No plan with this setting takes less."""
@@ -84,6 +91,10 @@ class Estimates(Protocol):
 
     def around(self, candidate: Candidate) -> list[Candidate]:
         """Some for less and for more memory, by the same setting."""
+        ...
+
+    def idle(self, candidate: Candidate) -> bool:
+        """Whether a technique of its setting finds nothing to do with its schedule."""
         ...
 
     def predict(self, candidate: Candidate) -> Prediction | None:
@@ -115,6 +126,7 @@ def search(
             least = estimates.least_seconds(setting)
             heapq.heappush(queue, (least, number, setting, None, None, 0, TRIES))
         kept: Found | None = None
+        skipped: dict[int, tuple[Candidate, int]] = {}
         while queue:
             least, number, setting, candidate, last, missing, tries = heapq.heappop(queue)
             if kept is not None and least >= kept.seconds:
@@ -128,25 +140,55 @@ def search(
                     found = (candidate.seconds, number, setting, candidate, None, 0, tries)
                     heapq.heappush(queue, found)
                 continue
+            if estimates.idle(candidate):  # as the same plan without it, which is tried, too
+                missing = limit_bytes // _TIGHTER
+                again = (candidate.seconds, number, setting, None, candidate, missing, tries - 1)
+                heapq.heappush(queue, again)
+                continue
             predicted = estimates.predict(candidate)
             if predicted is None:
                 continue
             over = predicted.needed_bytes - limit_bytes
             if over <= 0:
                 found_now = Found(candidate, predicted)
+                if number in skipped:
+                    first, less = skipped.pop(number)
+                    found_now = _between(estimates, first, less, found_now, limit_bytes)
+                    candidate = found_now.candidate
                 if found_now.seconds <= _ABOUT * candidate.seconds:
                     return found_now
-                # Slower than was estimated: for want of room it is no CUDA graph.
+                # Slower than estimated: it runs eagerly, a CUDA graph does not fit.
                 if kept is None or found_now.seconds < kept.seconds:
                     kept = found_now
                 over = predicted.graph_bytes - limit_bytes
                 tries = min(tries, _TRIES_FOR_GRAPH)
             missing = max(over, limit_bytes // 1000)
+            if kept is None:
+                first, less = skipped.get(number, (candidate, 0))
+                skipped[number] = first, less + missing
             again = (candidate.seconds, number, setting, None, candidate, missing, tries - 1)
             heapq.heappush(queue, again)
         if kept is not None:
             return kept
     return None
+
+
+def _between(
+    estimates: Estimates, first: Candidate, less_bytes: int, found: Found, limit_bytes: int
+) -> Found:
+    """A faster one that fits, between the first that did not and the one that was found.
+
+    Reserved bytes do not follow the peak: a schedule that needs more may leave smaller gaps.
+    """
+    for share in _BETWEEN:
+        candidate = estimates.tighter(first, int(share * less_bytes))
+        if candidate is None or candidate.seconds > _WORTH * found.seconds:
+            break  # the next are slower still
+        predicted = estimates.predict(candidate)
+        if predicted is not None and predicted.needed_bytes <= limit_bytes:
+            made = Found(candidate, predicted)
+            return made if made.seconds < found.seconds else found
+    return found
 
 
 def smallest(estimates: Estimates, settings: Sequence[Setting]) -> Found | None:
@@ -205,7 +247,7 @@ def budget_error(
 
 
 def _at_least(nbytes: int) -> str:
-    """A size of three digits that is no less, so that it can be asked for."""
+    """The size rounded up to three digits, so that a user can ask for it."""
     unit = 10 ** max(len(str(nbytes)) - 3, 0)
     return format_size(-(-nbytes // unit) * unit, digits=2)
 

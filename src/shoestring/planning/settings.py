@@ -17,7 +17,7 @@ from .allow import Allowed
 
 @dataclass(frozen=True)
 class Setting:
-    """What techniques offered; nothing is the plain step."""
+    """A choice among the techniques' offers; empty for the plain step."""
 
     offers: tuple[Offer, ...] = ()
 
@@ -28,7 +28,7 @@ class Setting:
 
     @cached_property
     def scales(self) -> Scales:
-        """What all of them do to the passes."""
+        """Their combined effect on the passes."""
         return math.prod((offer.scales for offer in self.offers), start=Scales())
 
     def level(self, at: Circumstances) -> Level:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from html import escape
 from typing import Any
 
 from ..errors import VerificationError
+from ..html_table import caption
 from ..techniques.claims import Level
 from ..techniques.plan import Plan
-from ..units import format_size
+from ..units import format_size, plural
 
 PEAK_TOLERANCE = 0.02
 """Between the predicted and the measured peak, on the CPU."""
@@ -35,7 +37,7 @@ _FOUND = {
 
 @dataclass(frozen=True)
 class Comparison:
-    """One thing of plain training beside that of planned training."""
+    """One result of planned training, compared with that of plain training."""
 
     what: str
     claim: Level
@@ -44,10 +46,10 @@ class Comparison:
     """||planned − plain|| / ||plain|| of the worst tensor; None where it has no size, 0.0 where
     equal to the bit."""
     bound: float | None = None
-    """What it may be, relative to the same norm: a multiple of the rounding that was measured, or
+    """Its bound, relative to the same norm: a multiple of the measured rounding, or
     what the user set; None where nothing bounds it."""
     why: str = ""
-    """What makes it differ, or may make it."""
+    """The reason why it differs, or may differ."""
     tensor: str = ""
     """The worst one."""
     accepted: bool = False
@@ -100,7 +102,7 @@ class Certificate:
     reference: str = ""
     """How rounding was measured."""
     beside: str = "plain training"
-    """What it is compared with."""
+    """The reference it is compared with."""
 
     @property
     def peak_ok(self) -> bool:
@@ -153,24 +155,39 @@ class Certificate:
             "peak_varies": self.peak_varies,
         }
 
-    def __str__(self) -> str:
-        rows = [("", "claimed", "found", "error", "bound", "why")]
+    def _rows(self) -> list[tuple[str, ...]]:
+        rows: list[tuple[str, ...]] = [("", "claimed", "found", "error", "bound", "why")]
         for c in self.comparisons:
             error = "" if not c.error else f"{c.error:.1e}"
             bound = "" if not c.error or c.bound is None else f"{c.bound:.0e}"
             mark = "" if c.ok else "BROKEN" if c.found is not Level.UNPROVEN else "UNPROVEN"
             why = f"{mark}: {c.why}" if mark else f"accepted: {c.why}" if c.accepted else c.why
             rows.append((c.what, _CLAIMED[c.claim], _FOUND[c.found], error, bound, why))
+        return rows
+
+    def _head(self) -> str:
+        return f"{self.plan} beside {self.beside}, {plural(self.steps, 'step')} on {self.device}"
+
+    def _end(self) -> list[str]:
+        verdict = "verified" if self.ok else "NOT verified"
+        return [*([self.reference] if self.reference else []), self._peak(), verdict]
+
+    def __str__(self) -> str:
+        rows = self._rows()
         wide = [max(len(row[i]) for row in rows) for i in range(5)]
-        steps = "1 step" if self.steps == 1 else f"{self.steps} steps"
-        lines = [f"{self.plan} beside {self.beside}, {steps} on {self.device}"]
+        lines = []
         for row in rows:
             cells = [cell.ljust(width) for cell, width in zip(row, wide, strict=False)]
             lines.append("  ".join([*cells, row[5]]).rstrip())
-        lines += [self.reference] if self.reference else []
-        lines.append(self._peak())
-        lines.append("verified" if self.ok else "NOT verified")
-        return "\n".join(lines)
+        return "\n".join([self._head(), *lines, *self._end()])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        """In a notebook: the same table, and the verdict."""
+        *told, verdict = (escape(line) for line in self._end())
+        below = f"{'<br>'.join(told)}<br><strong>{verdict}</strong>"
+        return f"{caption(self._head(), self._rows())}<p>{below}</p>"
 
     def _peak(self) -> str:
         measured, plain = format_size(self.measured_peak_bytes), format_size(self.plain_peak_bytes)

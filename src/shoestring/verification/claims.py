@@ -1,4 +1,4 @@
-"""What a plan claims about each thing that training leaves behind, and what breaks a claim."""
+"""The claims of a plan about each result of training, and what breaks a claim."""
 
 from __future__ import annotations
 

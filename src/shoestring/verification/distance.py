@@ -40,7 +40,7 @@ _LEAST = {torch.float16: 4.0, torch.bfloat16: 2.0}
 
 @dataclass(frozen=True)
 class RoundingNoise:
-    """What rounding changes in each tensor, and in all of a kind relative to their norm."""
+    """Rounding noise of each tensor, and of all tensors of a kind relative to their norm."""
 
     norms: dict[Any, float] = field(default_factory=dict)
     relative: float = 0.0
@@ -88,7 +88,7 @@ class Distance:
     relative: float
     """||planned − plain|| / ||plain|| of that tensor; infinite where something is not finite."""
     bound: float
-    """What it may be, relative to the same norm."""
+    """Its bound, relative to the same norm."""
     name: str = ""
     """Of that tensor."""
     undefined: bool = False

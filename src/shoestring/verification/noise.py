@@ -59,7 +59,7 @@ def rounded_(tensor: torch.Tensor, bits: int, noise: torch.Generator | None = No
 def trained_in_16_bits(
     side: Plain, kind: str, data: list[Any], seed: int | None = None
 ) -> Trained | None:
-    """What 16 bits make of plain steps, weights and optimizer state included."""
+    """Plain steps with 16-bit rounding, weights and optimizer state included."""
     for parameter in side.model.parameters():
         rounded_(parameter.detach(), _BITS[kind])
     try:

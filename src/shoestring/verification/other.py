@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from ..errors import InputError
-from ..trace.capture import Loss
 from ..trace.fakes import check_optimizer, make_optimizer
+from ..trace.tracing import Loss
 from .sides import Optimizer, plain_name
 
 Against = nn.Module | tuple[Any, ...]
@@ -68,12 +68,12 @@ def _alike(optimizer: Optimizer, model: nn.Module, other: nn.Module) -> Optimize
     mapping: dict[int, Any] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            twin = held.get(names.get(id(parameter), ""))
-            if twin is None:
+            matching = held.get(names.get(id(parameter), ""))
+            if matching is None:
                 raise InputError(
                     f"the other model has no parameter {names.get(id(parameter), '?')!r}, "
                     "which the optimizer trains",
                     hint="give it with its own optimizer: against=(other, optimizer)",
                 )
-            mapping[id(parameter)] = twin
+            mapping[id(parameter)] = matching
     return make_optimizer(optimizer, other, mapping)

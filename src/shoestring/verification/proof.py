@@ -20,8 +20,8 @@ from ..techniques.splitting.draws import open_kernels
 from ..techniques.splitting.find import find_units
 from ..techniques.splitting.units import AUTO
 from ..trace.blocks import is_normalization
-from ..trace.capture import Loss
 from ..trace.split import examples_of
+from ..trace.tracing import Loss
 from .certificate import Comparison
 from .claims import claims, suspicion
 from .distance import (
@@ -179,7 +179,7 @@ class Proof:
         return {what: RoundingNoise({}, worst) for what in self.expected.rows()}
 
     def _near(self) -> dict[str, RoundingNoise]:
-        """What the plan's 16 bits do to a plain step, and rounding as it is."""
+        """The effect of the plan's 16 bits on a plain step, and plain rounding."""
         kind = self._narrow
         if kind is None:
             return self._noise
@@ -449,7 +449,7 @@ class Proof:
 def _of_squares(
     state: dict[Any, Any], gradients: dict[Any, Any], near: dict[str, RoundingNoise]
 ) -> RoundingNoise:
-    """What state may differ by if its gradient is within its bound: a square, by about twice."""
+    """Bound of optimizer state whose gradient is within its bound: a square, about twice."""
     norms: dict[Any, float] = {}
     for key, held in state.items():
         gradient = gradients.get(key[0])

@@ -21,10 +21,10 @@ from ..techniques.plan import Plan
 from ..techniques.splitting.draws import Draw, Drawn, Slices
 from ..techniques.splitting.units import weights
 from ..trace.batches import map_tensors, tensors_of
-from ..trace.capture import Loss, user_code
 from ..trace.fakes import make_optimizer
 from ..trace.split import cut, examples_of
 from ..trace.streams import stream_states
+from ..trace.tracing import Loss, user_code
 from ..trace.wide import staying_wide, wide_batch, widened
 
 Optimizer = torch.optim.Optimizer
@@ -41,7 +41,7 @@ _PREFIX = "base_model.model."
 
 @dataclass
 class Trained:
-    """What a few steps leave behind."""
+    """The results of a few steps."""
 
     losses: list[torch.Tensor] = field(default_factory=list)
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -56,12 +56,12 @@ class Trained:
     hidden: str | None = None
     """A kernel that kept its draws to itself."""
     unmatched: str | None = None
-    """What a part drew that the whole batch has no rows of."""
+    """Draws of a part for which the whole batch has no rows."""
     narrowed: str | None = None
     """An operation that has no FP64 and ran in FP32."""
 
     def rows(self) -> dict[str, dict[Any, torch.Tensor]]:
-        """What is compared, by name."""
+        """The compared tensors, by name."""
         return {
             "loss": dict(enumerate(self.losses)),
             "gradients": dict(self.gradients),
@@ -261,7 +261,7 @@ class Planned(Side):
 
     @property
     def scale(self) -> torch.Tensor | None:
-        """What the loss is multiplied by."""
+        """The factor of the loss."""
         return self.step.loss_scale
 
     def gradient(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
@@ -287,7 +287,7 @@ class Planned(Side):
         return any([meaning.prepare_plain(side.named) for meaning in self._meanings])
 
     def expected(self, plain: Trained) -> dict[str, dict[Any, torch.Tensor]]:
-        """What plain training leaves behind, as this side holds it."""
+        """The results of plain training, in the form this side has."""
         rows = plain.rows()
         rows["parameters"] = {n: self.as_held(n, t) for n, t in plain.parameters.items()}
         rows["optimizer state"] = {k: self.as_held(k[0], t) for k, t in plain.state.items()}

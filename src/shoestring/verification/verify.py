@@ -18,10 +18,10 @@ from ..step.predict import predict_step
 from ..techniques.base import Technique
 from ..techniques.claims import Level
 from ..techniques.plan import Plan
-from ..trace.capture import Loss
 from ..trace.draws import has_random_depth
 from ..trace.fakes import check_optimizer, unwrapped
 from ..trace.streams import rewound
+from ..trace.tracing import Loss
 from ..trace.untouched import hooks_of
 from .certificate import Certificate, Comparison
 from .floats import whole_fp32
@@ -43,27 +43,27 @@ def verify(
     lossy: float | None = None,
     accept: str | Sequence[str] = (),
 ) -> Certificate:
-    """Train copies for a few steps, plainly and by the plan, and say how they compare.
+    """Train two copies for a few steps, one plainly and one by the plan, and compare them.
 
-    Gradients are those of the first step, before the update; all else is compared after the last.
-    Plain training in FP64 says how far this very step is from exact; a multiple of that rounding is
-    allowed. The plan runs in FP64 too, where nothing rounds, so that 16 bits hide nothing.
-    Microbatches draw the random numbers that the whole batch drew. FP32 is computed without TF32.
+    It compares the gradients of the first step before the update, and all else after the last step.
+    Plain training in FP64 measures the rounding of this step; a multiple of it is allowed. The plan
+    runs in FP64 as well, so that rounding hides no error. Microbatches draw the random numbers of
+    the whole batch. FP32 is computed without TF32.
 
     Args:
         plan: A plan or a list of techniques.
-        model: Left as it is, like the optimizer and the random streams.
-        batches: What the steps are given; with fewer batches than steps they are used again.
+        model: Not changed, like the optimizer and the random streams.
+        batches: A list of batches; with fewer batches than steps they repeat.
         loss: `(model, batch) -> scalar`.
         optimizer: Over the model's parameters.
-        steps: How many are compared.
+        steps: How many steps to train.
         against: Another model, or (model, optimizer) or (model, optimizer, loss), to compare with
             in place of plain training: one that is checkpointed, compiled or fused. It starts from
             the same weights, by name.
-        near: What a claim of "near" may differ by, relative. By default a multiple of the noise
-            that 16 bits make in this step.
-        lossy: The same for a lossy claim; by default nothing bounds it.
-        accept: Rows to accept although they are UNPROVEN: they could not be compared.
+        near: Relative bound for a claim of "near". By default a multiple of the noise that
+            16 bits make in this step.
+        lossy: The same for a lossy claim; unbounded by default.
+        accept: Rows to accept although they could not be compared (UNPROVEN).
 
     Returns:
         A `Certificate`. Its `ok` says whether every claim holds; `check()` raises if not.
