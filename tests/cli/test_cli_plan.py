@@ -86,7 +86,7 @@ def test_too_small_a_budget(run: Run) -> None:
             ("--budget", "6 MB", "--allow", "luck"),
             "InputError: unknown `allow` option 'luck'",
         ),
-        (("--budget", "6 MB", "--device", "tpu"), "InputError: no accounting for device 'tpu'"),
+        (("--budget", "6 MB", "--device", "tpu"), "InputError: unknown device 'tpu'"),
         (("--budget", "6 MB", "--optimizer", "none"), "InputError: a plan is for training"),
         (("--budget", "6 MB", "-o", "/no/p.toml"), "InputError: cannot write the plan /no/p.toml"),
         (("--budget", "6 MB", "-o", "/tmp"), "InputError: cannot write the plan /tmp: it is a"),

@@ -197,6 +197,13 @@ def test_flags_with_odd_numbers(here, flags):
     assert call("profile", "wrn-10-1", *flags).refused
 
 
+@pytest.mark.parametrize("verb", ["profile", "verify", "explain", "train"])
+def test_a_microbatch_above_the_batch_is_refused_by_every_verb(here, verb):
+    more = DIGITS if verb == "train" else ("--input", "9x3x32x32")
+    found = call(verb, "odd_models:good", *more, "--microbatch", "10")
+    assert found.refused and "10" in found.err, found
+
+
 def test_json_has_no_nan(here):
     found = call("train", "odd_models:good", *DIGITS, "--json", "--out", "run")
     assert found.status == 0

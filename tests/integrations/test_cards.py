@@ -18,7 +18,7 @@ from shoestring.integrations.quantized import Nf4Linear
 from shoestring.integrations.sizes import Sizes
 from shoestring.memory.reserved import reserved
 from shoestring.planning.ranks import SharedStep
-from shoestring.step.trace_step import capture_step
+from shoestring.step.trace_step import trace_plan
 from shoestring.techniques.plan import Plan
 
 transformers = pytest.importorskip("transformers", reason="needs transformers")
@@ -50,7 +50,7 @@ def vision(tmp_path_factory: pytest.TempPathFactory) -> str:
 def exactly(name: str, plan: Plan, *, captured: bool = False, **how: Any) -> int:
     """What the whole model reserves, traced."""
     model, batch = Configured(name, **how).build()
-    trace = capture_step(
+    trace = trace_plan(
         plan, model, batch, loss=loss_of, optimizer="adamw", device="cuda", captured=captured
     )
     found = reserved(trace)
@@ -78,6 +78,8 @@ def test_few_layers_tell_what_all_reserve(llama: str) -> None:
     assert 0.8 * room < largest <= 1.02 * room
     no = _row(sizes, int(0.02 * whole), 2 * whole)
     assert not no.fits and str(no).startswith("no: ") and no.largest_batch == 0
+    least = sizes.least.plan  # sized once, for how many layers it may be written
+    assert sizes._line(least, 8, 1024) is sizes._line(sizes._for_traced(least), 8, 1024)
 
 
 def test_cards_are_what_cuda_reports_less_its_context() -> None:
@@ -109,7 +111,7 @@ def test_several_cards_share_a_model(llama: str) -> None:
     alone = Sizes(Configured(llama, tokens=256, batch=1), "adamw")
     assert sizes.model.batch == 1 and sizes.plain_bytes < 0.9 * alone.plain_bytes
     model, batch = Configured(llama, tokens=256, batch=1).build()
-    trace = capture_step(
+    trace = trace_plan(
         Plan(), model, batch, loss=loss_of, optimizer="adamw", device="cuda", captured=False
     )
     assert sizes.plain_bytes == reserved(ranks.of_one(trace, Plan(), model, batch)).eager_bytes

@@ -64,6 +64,7 @@ def test_the_command_line_passes_and_fails(project: Path) -> None:
     widen(project)
     moved = call("check", "memory.toml")
     assert moved.status == 1 and "more than its budget of 80.0 MB" in moved.err
+    assert "a larger budget in [classifier]" in moved.err  # --update does not raise it
     text = Path("memory.toml").read_text().replace('budget = "80 MB"', "")
     Path("memory.toml").write_text(text)
     moved = call("check", "memory.toml")

@@ -288,3 +288,38 @@ def test_on_a_gpu_the_budget_is_what_the_card_takes(tmp_path: Path, given: Any) 
     assert planned.state.global_step == 6
     for one, other in zip(expected, found, strict=True):
         assert other == pytest.approx(one, rel=2e-2)
+
+
+def noting(kind: Any) -> Any:
+    """A trainer of the user's own that notes and logs how often its guess was right."""
+
+    class Noting(kind):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self._metrics = {"train": {"accuracy": []}, "eval": {}}
+            super().__init__(*args, **kwargs)
+
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            kwargs["return_outputs"] = True
+            loss, outputs = super().compute_loss(model, inputs, *args, **kwargs)
+            labels = inputs["labels"][:, 1:]
+            right = (outputs.logits[:, :-1].argmax(-1) == labels).sum() / labels.ne(-100).sum()
+            self._metrics["train"]["accuracy"].append(right.item())
+            if self.state.global_step % 2:
+                self.log({"right": right.item()})
+            return loss
+
+    return Noting
+
+
+def test_what_microbatches_note_and_log_is_of_the_whole_batch(tmp_path: Path) -> None:
+    given = {"max_steps": 4, "learning_rate": 1e-3}
+    plain, expected = trained(noting(transformers.Trainer), tmp_path / "a", **given)
+    parts, found = trained(
+        noting(BudgetTrainer), tmp_path / "b", plan=[ss.Microbatching(3)], **given
+    )
+    noted = [trainer._metrics["train"]["accuracy"] for trainer in (plain, parts)]
+    assert noted[1] == pytest.approx(noted[0], rel=1e-5)
+    assert [sorted(line) for line in found] == [sorted(line) for line in expected]
+    for one, other in zip(expected, found, strict=True):
+        assert other.get("right", 0.0) == pytest.approx(one.get("right", 0.0), rel=1e-5)
+    assert sum("right" in line for line in found) == 2

@@ -92,7 +92,7 @@ def test_sft_stays_within_a_budget_by_microbatches(tmp_path: Path) -> None:
     _, expected = sft(lambda kind: kind, tmp_path / "a")
     planned, found = sft(budgeted, tmp_path / "b", plan=[ss.Microbatching(3)])
     for one, other in zip(expected, found, strict=True):
-        for key in one.keys() & {"loss", "grad_norm", "learning_rate", "num_tokens"}:
+        for key in one:  # of the whole batch
             assert other[key] == pytest.approx(one[key], rel=1e-3), key
     assert planned.step.plan.short() == "microbatch 3"
     budgeted_too, found = sft(budgeted, tmp_path / "c", budget="1 GB")

@@ -45,7 +45,7 @@ class Finding:
     found: str
     ok: bool
     note: str = ""
-    """What it is for, or how to get it."""
+    """Its purpose, or how to install it."""
 
 
 def findings() -> list[Finding]:

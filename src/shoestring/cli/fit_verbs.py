@@ -23,6 +23,8 @@ from .options import (
     Quantize,
     Sharding,
     Tokens,
+    check_at_once,
+    check_places,
     json_line,
     show,
     with_technique_flags,
@@ -86,6 +88,7 @@ def cards(
             raise InputError(
                 f"{model} is not a configuration", hint="hf:FOLDER, hf:NAME or timm:NAME"
             )
+        check_places(page=html)
         found = sized(
             model, tokens=2048 if tokens is None else tokens, batch=batch, optimizer=optimizer,
             lora=lora, quantize=quantize, dtype=dtype, sizes=card, gpus=gpus, sharding=sharding,
@@ -120,12 +123,14 @@ def explain(
         plan = flagged_plan(model, techniques)
         if model.startswith(PREFIXES) and not input and not loss:
             given: dict[str, Any] = {k: v for k, v in how.items() if v is not None}
+            check_at_once(plan, 1 if batch is None else batch, "examples")
             found = explained(
                 Configured(model, batch=1 if batch is None else batch, **given),
                 optimizer=optimizer or "adamw", device=device, techniques=plan,
             )  # fmt: skip
         else:
             target = resolve(model, input or (), batch=batch, loss=loss, how=how)
+            check_at_once(plan, target.batch_size, target.batch_unit)
             found = explained(
                 target.model, target.batch, loss=target.loss, device=device, techniques=plan,
                 optimizer=optimizer or target.optimizer,
@@ -155,12 +160,12 @@ def check(
     if failed and not update:
         raise VerificationError(
             f"{failed[0].name}: {failed[0].failure}",
-            hint="if it is meant: shoestring check --update",
+            hint=failed[0].way_out,
         )
 
 
 class DataSet:
-    """What `plan --data --eval-data` asked for; nothing where neither was given."""
+    """The options of `plan --data --eval-data`; empty where neither was given."""
 
     def __init__(self, model: str, trained: Any, evaluated: Any, eval_batch: int) -> None:
         self._model, self._trained, self._evaluated = model, trained, evaluated

@@ -35,6 +35,8 @@ from .options import (
     Quantize,
     Sharding,
     Tokens,
+    check_at_once,
+    check_places,
     json_line,
     lossy_names,
     planned,
@@ -142,11 +144,13 @@ def profile(
 
         check(accounting, device)
         check_name(svg)
+        check_places(page=html, picture=svg, trace=trace, snapshot=snapshot)
         chosen = flagged_plan(model, techniques)
         counted = accounting == "fundamental"  # on the part of the batch that runs at once
         plan = chosen if counted else None
         how = {"tokens": tokens, "lora": lora, "quantize": quantize, "dtype": dtype}
         target = resolve(model, input or (), batch=batch, plan=plan, loss=loss, how=how)
+        check_at_once(chosen, target.batch_size, target.batch_unit)
         name = target.optimizer if optimizer is None else optimizer
         result = predict(
             target.model,
@@ -201,6 +205,156 @@ def profile(
     next_command.say(
         next_command.after_profile(model, result.peak_bytes, accounting, device=where, **shared)
     )
+
+
+@app.command(
+    rich_help_panel=FIT,
+    epilog="""Examples:
+
+`shoestring plan wrn-28-2 --budget '120 MB' -o plan.toml`
+
+`shoestring plan wrn-28-2 --budget '6.7 MB' --accounting fundamental --allow bn-microbatch,sparsity`
+
+`shoestring plan mypackage.models:build --input 8x3x224x224 --budget '2 GB' --device cuda --front`
+
+`shoestring plan wrn-10-1 --budget '60 MB' --prices --html plan.html`
+
+`shoestring plan hf:./llama-8b --tokens 2048 --batch 1 --budget '24 GB' --lora r=16`
+""",
+)
+def plan(
+    model: ModelName,
+    budget: Annotated[str, typer.Option(help="The peak to stay under, such as '8 GB'.")],
+    allow: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="How close to plain training: exact, lossless or near (the default); and lossy "
+            "techniques by name: " + ", ".join(lossy_names()) + ". Repeatable, or with commas."
+        ),
+    ] = None,
+    accounting: Annotated[
+        str, typer.Option(help="device (what the allocator shows) or fundamental (the report's).")
+    ] = "device",
+    device: Annotated[
+        str | None,
+        typer.Option(
+            help="cpu or cuda; it need not be there. cpu unless given, cuda for hf: and timm:."
+        ),
+    ] = None,
+    budget_of: Annotated[
+        str,
+        typer.Option(
+            help="On CUDA: reserved (what the allocator takes from the card) or allocated (what "
+            "tensors use of that)."
+        ),
+    ] = "reserved",
+    input: Inputs = None,
+    batch: Batch = None,
+    optimizer: OptimizerName = None,
+    loss: LossName = None,
+    tokens: Tokens = None,
+    lora: Lora = None,
+    quantize: Quantize = None,
+    dtype: Dtype = None,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            "--data",
+            "--lengths",
+            help="The data of an hf: model: JSON lines (input_ids, length or text), or a number of "
+            "tokens a line. The plan holds for its longest batch.",
+        ),
+    ] = None,
+    eval_data: Annotated[
+        str | None, typer.Option(help="The data set that is evaluated between steps.")
+    ] = None,
+    eval_batch: Annotated[int, typer.Option(help="Examples that are evaluated at once.")] = 8,
+    gpus: Gpus = 1,
+    sharding: Sharding = "fsdp",
+    front: Annotated[
+        bool, typer.Option("--front", help="Show memory against time of all allowed plans.")
+    ] = False,
+    plot: Annotated[
+        str | None, typer.Option(help="Picture of the front; front.png with --front alone.")
+    ] = None,
+    svg: Annotated[
+        str | None, typer.Option(help="Draw memory over the step, plain and planned, as SVG.")
+    ] = None,
+    prices: Annotated[
+        bool,
+        typer.Option("--prices", help="Also show plans for somewhat less and more memory."),
+    ] = False,
+    html: Annotated[str | None, typer.Option(help="Also write a page, with those prices.")] = None,
+    out: Annotated[
+        str | None, typer.Option("--out", "-o", help="Write the plan to this file, TOML or JSON.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Find the fastest training step that fits a budget in bytes, lossless if there is one."""
+    with working(f"planning {model}"):
+        from ..integrations.configurations import PREFIXES
+        from ..lab.target import resolve
+        from ..memory.picture import check_name
+        from ..planning.planner import Planner
+        from ..planning.plot import front_table, plot_front
+        from ..planning.ranks import SharedStep, plan_for_ranks
+        from ..units import parse_size
+
+        budget_bytes = parse_size(budget)
+        check_name(svg)
+        check_places(plan=out, page=html, picture=svg, plot=plot)
+        how = {"tokens": tokens, "lora": lora, "quantize": quantize, "dtype": dtype}
+        over = fit_verbs.data_set(model, data, eval_data, eval_batch, how)
+        target = resolve(model, input or (), batch=batch, loss=loss, how=how)
+        where = "cuda" if model.startswith(PREFIXES) else "cpu"
+        name = target.optimizer if optimizer is None else optimizer
+        ranks = SharedStep(gpus, sharding)
+        planner = Planner(
+            target.model,
+            target.batch if gpus == 1 else ranks.share(target.batch),
+            loss=target.loss,
+            optimizer=None if name == "none" else name,
+            allow=None if allow is None else ",".join(allow),
+            accounting=accounting,
+            device=device or where,
+            budget_of=budget_of,
+        )
+        points = planner.front() if front or plot else ()
+        if points:
+            plot_front(points, planner.estimates.plain, model, plot or "front.png")
+    if points and not as_json:
+        typer.echo(front_table(points, planner.estimates.plain))
+    with working(f"planning {model}"):
+
+        def planned(nbytes: int) -> BudgetPlan:
+            if gpus == 1:
+                return planner.plan(nbytes)
+            return plan_for_ranks(planner, ranks, nbytes, target.loss)
+
+        result = over.plan(planner, planned, budget_bytes, how, batch, name, allow)
+        if prices or html is not None:
+            result = planner.priced(result)
+        if html is not None:
+            from ..files import write
+            from ..integrations.pages import plan_page
+
+            write(html, plan_page(model, result).encode())
+    if out is not None:
+        result.save(out)
+    if svg is not None:
+        result.plot(svg)
+    if as_json:
+        shown = result.as_dict()
+        whole = {"front": [p.as_dict() for p in points]} if points else {}
+        typer.echo(json_line({"model": model, **shown, **whole, **over.as_dict()}))
+    else:
+        show("\n".join([*over.told(), str(result)]))
+    next_command.say(
+        next_command.after_plan(model, out, input=input, optimizer=optimizer, loss=loss)
+    )
+
+
+app.command(rich_help_panel=FIT, epilog=fit_verbs.CARDS_EXAMPLES)(fit_verbs.cards)
 
 
 @app.command(
@@ -283,156 +437,6 @@ def verify(
     next_command.say(next_command.after_verify(plan))
 
 
-@app.command(
-    rich_help_panel=FIT,
-    epilog="""Examples:
-
-`shoestring plan wrn-28-2 --budget '120 MB' -o plan.toml`
-
-`shoestring plan wrn-28-2 --budget '6.7 MB' --accounting fundamental --allow bn-microbatch,sparsity`
-
-`shoestring plan mypackage.models:build --input 8x3x224x224 --budget '2 GB' --device cuda --front`
-
-`shoestring plan wrn-10-1 --budget '60 MB' --prices --html plan.html`
-
-`shoestring plan hf:./llama-8b --tokens 2048 --batch 1 --budget '24 GB' --lora r=16`
-""",
-)
-def plan(
-    model: ModelName,
-    budget: Annotated[str, typer.Option(help="The peak to stay under, such as '8 GB'.")],
-    allow: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="How close to plain training: exact, lossless or near (the default); and lossy "
-            "techniques by name: " + ", ".join(lossy_names()) + ". Repeatable, or with commas."
-        ),
-    ] = None,
-    accounting: Annotated[
-        str, typer.Option(help="device (what the allocator shows) or fundamental (the report's).")
-    ] = "device",
-    device: Annotated[
-        str | None,
-        typer.Option(
-            help="cpu or cuda; it need not be there. cpu unless given, cuda for hf: and timm:."
-        ),
-    ] = None,
-    budget_of: Annotated[
-        str,
-        typer.Option(
-            help="On CUDA: reserved (what the allocator takes from the card) or allocated (what "
-            "tensors use of that)."
-        ),
-    ] = "reserved",
-    input: Inputs = None,
-    batch: Batch = None,
-    optimizer: OptimizerName = None,
-    loss: LossName = None,
-    tokens: Tokens = None,
-    lora: Lora = None,
-    quantize: Quantize = None,
-    dtype: Dtype = None,
-    data: Annotated[
-        str | None,
-        typer.Option(
-            "--data",
-            "--lengths",
-            help="The data of an hf: model: JSON lines (input_ids, length or text), or a number of "
-            "tokens a line. The plan holds for its longest batch.",
-        ),
-    ] = None,
-    eval_data: Annotated[
-        str | None, typer.Option(help="The data set that is evaluated between steps.")
-    ] = None,
-    eval_batch: Annotated[int, typer.Option(help="Examples that are evaluated at once.")] = 8,
-    gpus: Gpus = 1,
-    sharding: Sharding = "fsdp",
-    front: Annotated[
-        bool, typer.Option("--front", help="Show memory against time of all allowed plans.")
-    ] = False,
-    plot: Annotated[
-        str | None, typer.Option(help="Picture of the front; front.png with --front alone.")
-    ] = None,
-    svg: Annotated[
-        str | None, typer.Option(help="Draw memory over the step, plain and planned, as SVG.")
-    ] = None,
-    prices: Annotated[
-        bool,
-        typer.Option("--prices", help="What somewhat less and more memory would cost and buy."),
-    ] = False,
-    html: Annotated[str | None, typer.Option(help="Also write a page, with those prices.")] = None,
-    out: Annotated[
-        str | None, typer.Option("--out", "-o", help="Write the plan to this file, TOML or JSON.")
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Find the fastest training step that fits a budget in bytes, lossless if there is one."""
-    with working(f"planning {model}"):
-        from ..integrations.configurations import PREFIXES
-        from ..lab.target import resolve
-        from ..memory.picture import check_name
-        from ..planning.planner import Planner
-        from ..planning.plot import front_table, plot_front
-        from ..planning.ranks import SharedStep, plan_for_ranks
-        from ..techniques.plan import check_place
-        from ..units import parse_size
-
-        budget_bytes = parse_size(budget)
-        check_name(svg)
-        if out is not None:
-            check_place(out)
-        how = {"tokens": tokens, "lora": lora, "quantize": quantize, "dtype": dtype}
-        over = fit_verbs.data_set(model, data, eval_data, eval_batch, how)
-        target = resolve(model, input or (), batch=batch, loss=loss, how=how)
-        where = "cuda" if model.startswith(PREFIXES) else "cpu"
-        name = target.optimizer if optimizer is None else optimizer
-        ranks = SharedStep(gpus, sharding)
-        planner = Planner(
-            target.model,
-            target.batch if gpus == 1 else ranks.share(target.batch),
-            loss=target.loss,
-            optimizer=None if name == "none" else name,
-            allow=None if allow is None else ",".join(allow),
-            accounting=accounting,
-            device=device or where,
-            budget_of=budget_of,
-        )
-        points = planner.front() if front or plot else ()
-        if points:
-            plot_front(points, planner.estimates.plain, model, plot or "front.png")
-    if points and not as_json:
-        typer.echo(front_table(points, planner.estimates.plain))
-    with working(f"planning {model}"):
-
-        def planned(nbytes: int) -> BudgetPlan:
-            if gpus == 1:
-                return planner.plan(nbytes)
-            return plan_for_ranks(planner, ranks, nbytes, target.loss)
-
-        result = over.plan(planner, planned, budget_bytes, how, batch, name, allow)
-        if prices or html is not None:
-            result = planner.priced(result)
-        if html is not None:
-            from ..files import write
-            from ..integrations.pages import plan_page
-
-            write(html, plan_page(model, result).encode())
-    if out is not None:
-        result.save(out)
-    if svg is not None:
-        result.plot(svg)
-    if as_json:
-        shown = result.as_dict()
-        whole = {"front": [p.as_dict() for p in points]} if points else {}
-        typer.echo(json_line({"model": model, **shown, **whole, **over.as_dict()}))
-    else:
-        show("\n".join([*over.told(), str(result)]))
-    next_command.say(
-        next_command.after_plan(model, out, input=input, optimizer=optimizer, loss=loss)
-    )
-
-
-app.command(rich_help_panel=FIT, epilog=fit_verbs.CARDS_EXAMPLES)(fit_verbs.cards)
 app.command(rich_help_panel=SEE, epilog=fit_verbs.EXPLAIN_EXAMPLES)(fit_verbs.explain)
 app.command(rich_help_panel=SEE, epilog=fit_verbs.CHECK_EXAMPLES)(fit_verbs.check)
 app.command(rich_help_panel=TRAIN, epilog=train_verbs.TRAIN_EXAMPLES)(train_verbs.train)
@@ -461,6 +465,8 @@ def main() -> NoReturn:
     except KeyboardInterrupt:
         _fail("stopped", 130)
     except SystemExit as error:  # ours come below: this is a module that somebody imported
+        if isinstance(error.__context__, BrokenPipeError):  # whoever read the output has left
+            sys.exit(1)
         wrong = InputError(f"something that was imported ended the program: exit({error.code!r})")
         _fail(render(wrong), wrong.exit_status)
     except OSError as error:  # a name that is too long, a folder that may not be read, a full disk
@@ -478,7 +484,9 @@ def main() -> NoReturn:
         if kind == "Abort":
             _fail("stopped", 130)
         if hasattr(error, "format_message"):
-            wrong = InputError(_usage_message(error), hint="see shoestring --help")
+            verb = getattr(getattr(error, "ctx", None), "info_name", None) or ""
+            of = "" if verb in ("", "shoestring") else f" {verb}"
+            wrong = InputError(_usage_message(error), hint=f"see shoestring{of} --help")
             _fail(render(wrong), 2)
         raise
     if status == 130:  # Typer makes this of Ctrl-C
@@ -487,7 +495,7 @@ def main() -> NoReturn:
 
 
 def _usage_message(error: Any) -> str:
-    """What was wrong with the arguments, and the text that could not be read."""
+    """The mistake in the arguments, and the text that could not be read."""
     message = str(error.format_message()).rstrip(".")
     cause = error.__cause__
     given = cause.errors()[0]["input"] if hasattr(cause, "errors") else None

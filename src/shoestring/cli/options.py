@@ -6,6 +6,7 @@ import functools
 import inspect
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -64,6 +65,25 @@ Sharding = Annotated[
     str, typer.Option(help="For several GPUs: fsdp splits the model over them, ddp does not.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, bytes as integers.")]
+
+
+def check_places(**files: str | None) -> None:
+    """InputError where a file that was asked for cannot be written, before anything is done."""
+    for what, name in files.items():
+        if name is None:
+            continue
+        path, why = Path(name), None
+        if not name or "\0" in name:
+            why = "no file has such a name"
+        elif path.is_dir():
+            why = "it is a folder"
+        elif not path.parent.is_dir():
+            why = f"there is no folder {path.parent}"
+        if why is not None:
+            raise InputError(
+                f"cannot write the {what} {name[:200]}: {why}",
+                hint="make the folder first, or name another file",
+            )
 
 
 def json_line(value: Any) -> str:
@@ -173,6 +193,15 @@ def _small_batch(unit: str, plan: Plan, *, flagged: bool) -> int:
     if parts and not flagged:  # sentences, of which there are several only in a batch this large
         return SENTENCE_TOKENS * max(parts, LONGEST_SENTENCE_TOKENS // SENTENCE_TOKENS + 1)
     return max(100, parts)
+
+
+def check_at_once(plan: Plan, batch: int, unit: str) -> None:
+    """InputError for microbatches above the batch, as training has it: nothing would be cut."""
+    if plan.at_once is not None and plan.at_once > batch:
+        raise InputError(
+            f"a batch of {batch} {unit} has no microbatches of {plan.at_once}",
+            hint=f"a --microbatch up to {batch}, or a larger --batch",
+        )
 
 
 def _check_parts(target: Target, at_once: int) -> None:

@@ -36,7 +36,7 @@ def study(
         bool, typer.Option("--resume", help="Continue; finished runs are kept.")
     ] = False,
     retry_failed: Annotated[
-        bool, typer.Option("--retry-failed", help="Run failed runs once more.")
+        bool, typer.Option("--retry-failed", help="Repeat runs that failed.")
     ] = False,
     workers: Annotated[int, typer.Option(help="Runs at a time, on one device.")] = 1,
     ray: Annotated[
@@ -87,7 +87,7 @@ def study(
 
 
 def _values(texts: Iterable[str]) -> dict[str, list[Any]]:
-    """What --only says: a setting that is named again may have either value."""
+    """Parse `--only`: a setting that is named twice may have either value."""
     found: dict[str, list[Any]] = {}
     for text in texts:
         for name, value in named_values([text], "--only", "density=0.2").items():

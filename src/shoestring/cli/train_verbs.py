@@ -50,13 +50,16 @@ def train(
         typer.Option(help="Bring images to this shape, 1x28x28: channels, height, width."),
     ] = None,
     split: Annotated[
-        str, typer.Option(help="What is evaluated: test, or validation out of the training set.")
+        str,
+        typer.Option(help="The set to evaluate: test, or validation from the training set."),
     ] = "test",
     plan: PlanFile = None,
     budget: Annotated[
         str | None, typer.Option(help="Plan for a peak of this size in tensors, such as '13 MB'.")
     ] = None,
-    allow: Annotated[str | None, typer.Option(help="What --budget may cost, as for plan.")] = None,
+    allow: Annotated[
+        str | None, typer.Option(help="How far a plan for --budget may go, as for shoestring plan.")
+    ] = None,
     techniques: dict[str, Any] = {},  # noqa: B006
     set_: Annotated[
         list[str] | None,

@@ -25,7 +25,7 @@ from ..errors import InputError
 from ..step.step import Step
 from ..techniques.base import Technique
 from ..techniques.plan import Plan
-from ..trace.capture import Loss
+from ..trace.tracing import Loss
 from .hosted import Wanted, hosted_step, library, route_updates, synchronized
 
 with library("accelerate", "1.0", "hf"):
@@ -55,7 +55,7 @@ def prepare_passes(
     plan: Plan | Iterable[Technique] | str | None = None,
     allow: str | Iterable[str] | None = "lossless",
 ) -> Passes:
-    """What runs the passes by a plan, for a model and an optimizer that accelerate prepared.
+    """Make the passes of a plan, for a model and an optimizer that accelerate prepared.
 
     Args:
         accelerator: Clipping, accumulation and mixed precision stay its own.

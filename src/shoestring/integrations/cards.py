@@ -1,4 +1,4 @@
-"""What fits which card, from a configuration alone."""
+"""Which cards a model fits, from its configuration alone."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from .sizes import Sizes
 
 @dataclass(frozen=True)
 class CardFit:
-    """What one card, or a budget, can train."""
+    """The answer for one card or one budget."""
 
     budget_bytes: int
-    """What PyTorch's allocator may reserve: of a card, what CUDA reports less its context."""
+    """Bytes PyTorch's allocator may reserve: for a card, its total less the CUDA context."""
     card: str
     """As it is sold; "" for a budget."""
     example: str
@@ -71,10 +71,12 @@ class CardFit:
             more += f", or one of {self.longest_context:,} tokens"
         return f"yes: {needed} of {card} by {self.plan.short()}, {self.slower:.2f}x the time{more}"
 
+    __repr__ = __str__
+
 
 @dataclass(frozen=True)
 class Cards:
-    """What fits which card; `print` shows a table, `html()` a page."""
+    """The answer for each card; `print` shows a table, `html()` a page."""
 
     model: str
     what: str
@@ -87,7 +89,7 @@ class Cards:
         return {**vars(self), "rows": [row.as_dict() for row in self.rows]}
 
     def cells(self) -> list[list[str]]:
-        """A heading and a line a card."""
+        """A heading, and one line for each card."""
         context = any(row.longest_context is not None for row in self.rows)
         head = [
             "card",
@@ -119,12 +121,14 @@ class Cards:
         first = f"{self.model} · {self.what} · plain {format_size(self.plain_bytes)}"
         return "\n".join([first, *(line.rstrip() for line in lines)])
 
+    __repr__ = __str__
+
     def _repr_html_(self) -> str:
         """In a notebook."""
         return table(self.cells())
 
     def html(self) -> str:
-        """One page, nothing to load."""
+        """One HTML page that loads nothing."""
         note = (
             "Predicted from the configuration, in bytes that PyTorch's allocator reserves. Usable: "
             "what CUDA reports for the smallest of these cards, less its context. Largest batch: "
@@ -147,18 +151,18 @@ def cards(
     gpus: int = 1,
     sharding: str = "fsdp",
 ) -> Cards:
-    """What trains on which card: by which plan, how much slower, how large, how long.
+    """Say for each card whether the model trains on it, by which plan, and how large a batch.
 
     Args:
         model: "hf:FOLDER", "hf:NAME" or "timm:NAME".
-        tokens: Of an example, where the model has a length.
+        tokens: Tokens of an example, for models of sequences.
         batch: Examples of a step.
-        optimizer: Its name.
+        optimizer: The name of one, such as "adamw".
         lora: Settings of LoRA, such as "r=16".
         quantize: "nf4" for frozen weights in 4 bits.
-        dtype: Of the weights: "bf16", "fp16" or "fp32"; by default as the configuration says.
-        sizes: Gigabytes of cards, or their names; by default those people have.
-        gpus: Such cards that share a step, each with a part of the batch.
+        dtype: Type of the weights: "bf16", "fp16" or "fp32"; by default as the configuration says.
+        sizes: Gigabytes of cards, or their names; by default common ones from 8 to 192 GB.
+        gpus: Number of cards that share a step, each with a part of the batch.
         sharding: For several: "fsdp" splits the model over them, "ddp" does not.
 
     Returns:
@@ -183,11 +187,11 @@ def will_it_fit(
     Args:
         model: "hf:FOLDER", "hf:NAME" or "timm:NAME".
         budget: Bytes, or text such as "24 GB".
-        optimizer: Its name.
+        optimizer: The name of one, such as "adamw".
         how: Keywords of `cards`: `tokens`, `batch`, `lora`, `quantize`, `dtype`.
 
     Returns:
-        Whether it fits, by which plan, and what that needs.
+        Whether it fits, by which plan, and how much memory that needs.
 
     Examples:
         >>> print(ss.will_it_fit("hf:./llama-8b", "24 GB", tokens=2048, lora="r=16"))
@@ -209,7 +213,7 @@ def _rows_of(sizes: Iterable[int | str] | None) -> list[tuple[int, str, str]]:
         text = str(asked).strip()
         number = text.upper().removesuffix("GB").strip()
         alike = [card for card in known if card.name.lower() == text.lower()]
-        if not alike and number.isdecimal():
+        if not alike and number.isdecimal() and len(number) < 9:
             alike = by_size.get(int(number), [])
         if not alike:
             raise InputError(

@@ -24,6 +24,7 @@ from ..errors import InputError, first_line
 from ..torch_private.fake_tensors import FakeTensorMode
 from ..trace.fakes import fake_batch, fake_model
 from .hosted import library
+from .limits import check_sizes, counted_modules
 from .quantized import quantize_linear
 
 PREFIXES = ("hf:", "timm:")
@@ -61,11 +62,11 @@ class Configured:
             raise InputError("4-bit weights do not train", hint="add --lora r=16")
         for what, size in (("batch", self.batch), ("tokens", self.tokens)):
             if not 1 <= size <= 10**9:
-                raise InputError(f"{what} cannot be {size}", hint="a whole number from 1")
+                raise InputError(f"{what} cannot be {size}", hint="a whole number from 1 to 10^9")
 
     @property
     def unit(self) -> str:
-        """What a batch has."""
+        """The contents of a batch."""
         return "images" if self._images else "sequences"
 
     @cached_property
@@ -85,8 +86,8 @@ class Configured:
 
     @property
     def batches(self) -> tuple[int, int]:
-        """The same for examples."""
-        return max(self.batch, 4), 4 * max(self.batch, 4)
+        """The same for examples; those asked for are traced anyway."""
+        return self.batch, 4 * max(self.batch, 4)
 
     @property
     def longest(self) -> int | None:
@@ -102,7 +103,7 @@ class Configured:
     def _configuration(self) -> Any:
         name = self.name.removeprefix("hf:")
         with library("transformers", "5.0", "hf"):
-            from transformers import AutoConfig
+            from transformers import AutoConfig, PreTrainedConfig
         hint = "a folder with config.json, the file itself, or a name on the hub such as gpt2"
         if not name:
             raise InputError("hf: needs the name of a configuration", hint=hint)
@@ -111,11 +112,16 @@ class Configured:
             raise InputError(f"there is no file {name}", hint=hint)
         if path.is_dir() and not (path / "config.json").is_file():
             raise InputError(f"the folder {name} has no config.json", hint=hint)
+        if path.exists() and not (path.is_dir() or path.is_file()):  # a FIFO would be waited for
+            raise InputError(f"{name} is not a plain file", hint=hint)
         loud = logging.getLogger("transformers")
         level = loud.level
         loud.setLevel(logging.ERROR)
         try:
-            return AutoConfig.from_pretrained(name, local_files_only=not _hub_is_there(path))
+            # Unless told so, transformers asks on stdin whether to run the code beside it.
+            how = {"local_files_only": not _hub_is_there(path), "trust_remote_code": False}
+            check_sizes(PreTrainedConfig.get_config_dict(name, **how)[0])
+            return AutoConfig.from_pretrained(name, **how)
         except Exception as error:
             if path.exists():
                 told = f"cannot be read: {_brief(error)}"
@@ -135,7 +141,8 @@ class Configured:
 
         config = self._configuration
         by_task = [(dict(getattr(modeling_auto, names)), sees) for names, sees in _TASKS]
-        for name in getattr(config, "architectures", None) or ():
+        named = getattr(config, "architectures", None)
+        for name in named if isinstance(named, list) else ():
             for known, sees in by_task:
                 if name in _flat(known.values()) and hasattr(transformers, name):
                     return getattr(transformers, name), sees
@@ -184,7 +191,8 @@ class Configured:
         level = quiet.level
         quiet.setLevel(logging.ERROR)
         try:
-            with torch.device("meta"):  # where modules can still be moved and converted
+            # On "meta" modules can still be moved and converted.
+            with torch.device("meta"), counted_modules(self.name):
                 model, batch = self._built()
             mode = FakeTensorMode(allow_non_fake_inputs=True)
             return fake_model(model, mode)[0], fake_batch(batch, mode)
@@ -211,6 +219,8 @@ class Configured:
         dtype = DTYPES[self.dtype] if self.dtype else own or torch.float32
         try:
             model = kind._from_config(config, dtype=dtype)
+        except InputError:
+            raise
         except Exception as error:
             raise InputError(
                 f"{self.name} cannot be built: {_brief(error)}", hint="check its configuration"
@@ -230,7 +240,8 @@ class Configured:
                 f"{self.name} takes {self.longest} tokens, not {self.tokens}",
                 hint=f"--tokens up to {self.longest}",
             )
-        words = torch.zeros(self.batch, self.tokens, dtype=torch.int64)
+        # Real ones: a loss may ask how many labels count.
+        words = torch.zeros(self.batch, self.tokens, dtype=torch.int64, device="cpu")
         return model, {"input_ids": words, "labels": words.clone()}
 
     def _from_timm(self) -> tuple[nn.Module, Any]:
@@ -290,7 +301,7 @@ def _with_lora(model: nn.Module, text: str) -> nn.Module:
             ) from None
     try:
         return get_peft_model(model, LoraConfig(**given))
-    except ValueError as error:
+    except Exception as error:  # for settings that nobody means, nearly anything
         raise InputError(
             f"LoRA does not fit this model: {_brief(error)}", hint="--lora r=16,targets=all-linear"
         ) from None

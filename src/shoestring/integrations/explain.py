@@ -21,10 +21,10 @@ from ..step.profiling import profile
 from ..techniques.base import Technique
 from ..techniques.plan import Plan, from_flags
 from ..techniques.registry import flags
-from ..trace.capture import Loss
 from ..trace.fakes import OptimizerLike
 from ..trace.graph import Role
 from ..trace.split import cut, examples_of
+from ..trace.tracing import Loss
 from ..units import format_size
 from .configurations import Configured, loss_of
 
@@ -103,6 +103,8 @@ class Explanation:
             lines.append(f"  {effect.flag:<{width}}  {state} {peak:>9}  {told}")
         return "\n".join(lines)
 
+    __repr__ = __str__
+
 
 def explain(
     model: nn.Module | str | Configured,
@@ -114,15 +116,15 @@ def explain(
     techniques: Plan | Iterable[Technique] = (),
     **how: Any,
 ) -> Explanation:
-    """What moves the peak of a training step, by how much, and what does nothing.
+    """Say which flags move the peak of a training step, by how much, and which do nothing.
 
     Args:
-        model: Left as it is; or the name of a configuration, with `how` as for `cards`.
-        batch: What one step is given; for a configuration, its number of examples.
+        model: Not changed; or the name of a configuration, with `how` as for `cards`.
+        batch: One batch, as your training loop has it; for a configuration, its number of examples.
         loss: `(model, batch) -> scalar`.
         optimizer: Yours, or a name such as "adamw".
         device: "cpu" or "cuda"; by default where the model is, for a configuration "cuda".
-        techniques: What the step runs with already: of these the peak without each is told.
+        techniques: Techniques the step already uses: for each, the peak without it.
         how: Keywords of `cards`, for a configuration.
 
     Returns:

@@ -26,8 +26,8 @@ from ..step.clipping import Clip, clip_gradients
 from ..step.step import Step, apply_alone
 from ..techniques.base import Technique
 from ..techniques.plan import Plan
-from ..trace.capture import Loss
 from ..trace.fakes import unwrapped
+from ..trace.tracing import Loss
 from ..units import format_size, parse_size
 
 Undo = Callable[[], None]
@@ -35,7 +35,7 @@ Undo = Callable[[], None]
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a user asked a trainer for: a budget, or a plan."""
+    """The user's request to a trainer: a budget, or a plan."""
 
     budget_bytes: int | None = None
     plan: Plan | None = None
@@ -179,6 +179,28 @@ def clip_scaled(step: Step, norm: float) -> torch.Tensor | None:
     if step.loss_scale is None:
         return None
     return clip_gradients(Clip(norm=norm), step.model.parameters(), step.loss_scale)
+
+
+def weighed_mean(pairs: list[tuple[Any, Any]]) -> Any:
+    """Of what microbatches logged, by (value, weight); of what is not a number, the last.
+
+    Where all weights are zero, as of parts without a label, the plain mean.
+    """
+    values = [value for value, _ in pairs]
+    if not all(isinstance(value, (int, float, torch.Tensor)) for value in values):
+        return values[-1]
+    weights = [torch.as_tensor(weight, dtype=torch.float64) for _, weight in pairs]
+    if not any(weights):
+        weights = [torch.ones_like(weight) for weight in weights]
+    total = sum(weights, torch.zeros((), dtype=torch.float64))
+    kept = [torch.as_tensor(value).detach() for value in values]
+    shares = [(weight / total).to(held.device) for weight, held in zip(weights, kept, strict=True)]
+    mean = sum(
+        (held.double() * s for held, s in zip(kept, shares, strict=True)), 0 * kept[0].double()
+    )
+    if not isinstance(values[0], torch.Tensor):
+        return mean.item()
+    return mean.to(kept[0].dtype if kept[0].is_floating_point() else torch.float32)
 
 
 def changes_state(plan: Plan) -> bool:

@@ -24,6 +24,8 @@ _TOKENS = b'"input_ids"'
 _TEXTS = ("text", "prompt", "completion", "content")
 _HINT = "a number of tokens on each line, or JSON lines with input_ids, length or text"
 _CHUNK = 1000
+_MOST = 10**18
+"""Tokens of a line: more would not go into an array."""
 _NAMED = 3
 
 
@@ -120,8 +122,9 @@ def _evaluated(model: Configured, optimizer: str) -> int:
 
 def _array(path: Path) -> np.ndarray[Any, np.dtype[np.int64]]:
     try:
-        return np.load(path, allow_pickle=False).astype(np.int64).ravel()
-    except (ValueError, OSError) as error:
+        with np.errstate(invalid="raise"):
+            return np.load(path, allow_pickle=False).astype(np.int64).ravel()
+    except Exception as error:  # damaged files raise nearly anything
         raise InputError(f"{path} cannot be read: {first_line(error)}", hint=_HINT) from None
 
 
@@ -172,15 +175,14 @@ class _Texts:
     def length(self, line: bytes, number: int, place: int) -> int:
         try:
             held = json.loads(line)
-        except ValueError as error:
+            text = "\n".join(_texts_in(held)).encode(errors="replace").decode()
+        except (ValueError, RecursionError) as error:
             raise InputError(
                 f"{self._path}: line {number} is not JSON: {first_line(error)}", hint=_HINT
             ) from None
-        if isinstance(held, int) and not isinstance(held, bool):
-            return held
-        if isinstance(held, dict) and isinstance(held.get("length"), int):
-            return int(held["length"])
-        text = "\n".join(_texts_in(held))
+        length = held.get("length") if isinstance(held, dict) else held
+        if type(length) is int and abs(length) < _MOST:
+            return length
         if not text:
             raise InputError(
                 f"{self._path}: line {number} has no input_ids, length or text", hint=_HINT
@@ -209,7 +211,9 @@ class _Texts:
         try:
             from transformers import AutoTokenizer
 
-            return AutoTokenizer.from_pretrained(name, local_files_only=Path(name).exists())
+            return AutoTokenizer.from_pretrained(
+                name, local_files_only=Path(name).exists(), trust_remote_code=False
+            )
         except Exception as error:
             raise InputError(
                 f"{self._path} has texts, and {name or 'the model'} no tokenizer: "

@@ -33,6 +33,7 @@ from .hosted import (
     release,
     route_updates,
     synchronized,
+    weighed_mean,
 )
 from .worst_batch import worst_batch
 
@@ -74,7 +75,7 @@ class BudgetCallback(Callback):
     ) -> None:
         self._wanted = Wanted.of(budget, plan, allow)
         self.step: Step | None = None
-        """What runs the passes, from the first batch on."""
+        """Runs the passes, from the first batch on."""
         self._saved: dict[str, Any] = {}
         self._running = self._live = False
         self._outputs: list[Any] = []
@@ -237,7 +238,7 @@ class _MeanLogs:
         if error[0] is not None:
             return
         for name, pairs in self._found.items():
-            self._module.log(name, _mean(pairs), **self._how[name])
+            self._module.log(name, weighed_mean(pairs), **self._how[name])
 
 
 def _largest(trainer: Any, batch: Any) -> Any:
@@ -254,21 +255,6 @@ def _largest(trainer: Any, batch: Any) -> Any:
     except Exception as error:  # data of the user's own kind: the batches as they come
         _log.info("the training data were not scanned: %s", first_line(error))
         return batch
-
-
-def _mean(pairs: list[tuple[Any, Any]]) -> Any:
-    """Weighed; of what is not a number, a metric that gathers by itself, the last."""
-    values = [value for value, _ in pairs]
-    if not all(isinstance(value, (int, float, torch.Tensor)) for value in values):
-        return values[-1]
-    weights = [torch.as_tensor(weight, dtype=torch.float64) for _, weight in pairs]
-    total = sum(weights, torch.zeros((), dtype=torch.float64))
-    kept = [torch.as_tensor(value).detach() for value in values]
-    shares = [(weight / total).to(held.device) for weight, held in zip(weights, kept, strict=True)]
-    mean = sum(
-        (held.double() * s for held, s in zip(kept, shares, strict=True)), 0 * kept[0].double()
-    )
-    return mean.to(kept[0].dtype if kept[0].is_floating_point() else torch.float32)
 
 
 def _untold(module: Any, trainer: Any, *args: Any) -> Any:

@@ -19,6 +19,14 @@ td { font-variant-numeric: tabular-nums; }
 tr.no td { opacity: .6; }
 .scroll { overflow-x: auto; }
 h1 { line-height: 1.2; overflow-wrap: anywhere; }
+p { white-space: pre-line; }
+svg { max-width: 100%; height: auto; }
+@media (max-width: 40rem) { /* on a phone each row is a card, each cell a line */
+  tr { display: block; padding: .5rem 0; border-bottom: 1px solid #8884; }
+  tr:has(th) { display: none; }
+  td { display: grid; grid-template-columns: 7.5rem 1fr; padding: .15rem 0; border: 0; }
+  td::before { content: attr(data-label); opacity: .7; }
+}
 """
 
 

@@ -1,10 +1,10 @@
-"""What a configuration takes by plan, batch and length, in bytes that CUDA's allocator reserves.
+"""Bytes that CUDA's allocator reserves for a configuration, by plan, batch and length.
 
 A model of many equal layers is traced with two and with four of them. The bytes of each phase of
 a step, forward, backward and update, grow by the same amount with every layer; so do its seconds.
-What is live at an instant is linear in examples, and nearly so in tokens, so that a few sizes tell
-the largest. What lies free between live blocks does not grow so evenly: the
-plans that are named are traced with all layers.
+Live bytes are linear in examples, and nearly so in tokens, so that a few sizes predict the largest.
+Free bytes between live blocks do not grow so evenly: the plans that are named are traced with all
+layers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..planning.planner import MARGIN, Planner
 from ..planning.ranks import SharedStep
 from ..planning.search import Candidate
 from ..planning.settings import Setting
-from ..step.trace_step import capture_step
+from ..step.trace_step import trace_plan
 from ..techniques.plan import Plan
 from ..trace.graph import Trace
 from ..trace.passes import peak_only
@@ -154,8 +154,8 @@ class Sizes:
         if not known:
             model = self.model
             first = {*(model.lengths if name == "tokens" else model.batches)}
-            if name == "batch" or model.batch == 1:  # where all layers were traced
-                first.add(model.batch if name == "batch" else model.tokens)
+            if name == "tokens" and model.batch == 1:  # where all layers were traced
+                first.add(model.tokens)
             known.update({size: self._sized(name, size) for size in sorted(first)})
             for _ in range(_MOST_LENGTHS):
                 far = min(_at(known, most_bytes), self._most_of(name))
@@ -170,13 +170,13 @@ class Sizes:
         return (self.model.longest or _MOST_SIZE) if name == "tokens" else _MOST_SIZE
 
     def _sized(self, name: str, size: int) -> float:
-        """What all layers reserve for so many examples, or for one of so many tokens."""
+        """Bytes all layers reserve for so many examples, or for one of so many tokens."""
         batch, tokens = (size, self.model.tokens) if name == "batch" else (1, size)
         return self._line(self._whole, batch, tokens).eager(self._more) + self._beside
 
     @cached_property
     def _beside(self) -> float:
-        """What all layers take beside what few tell, at the asked size."""
+        """Bytes of all layers less the extrapolation from a few, at the requested size."""
         line = self._line(self._whole, self.model.batch, self.model.tokens)
         return self.exactly(self._for_all(self._whole)) - line.eager(self._more)
 
@@ -261,7 +261,7 @@ class Sizes:
 
     @cached_property
     def _settings(self) -> list[Setting]:
-        """What may be tried, the mildest first."""
+        """Candidates to try, the least lossy first."""
         last = self._planners[-1]
         every = last._settings(last.allowed)
         if self.ranks.count == 1:
@@ -300,7 +300,7 @@ class Sizes:
     # -- traces --------------------------------------------------------------------------------
 
     def exactly(self, plan: Plan, *, captured: bool = False) -> int:
-        """What a step of all layers reserves, eager or as a CUDA graph."""
+        """Bytes that a step of all layers reserves, eager or as a CUDA graph."""
         key = (str(plan.to_dict()), captured)
         if key not in self._known:
             taken = reserved(self._traced(plan, *self._all_layers, captured=captured))
@@ -313,14 +313,28 @@ class Sizes:
 
     def _traced(self, plan: Plan, model: Any, data: Any, *, captured: bool = False) -> Trace:
         with peak_only():
-            trace = capture_step(
+            trace = trace_plan(
                 plan, model, data, loss=loss_of, optimizer=self.optimizer, device="cuda",
-                captured=captured,
+                captured=captured, trained=self._trained(model),
             )  # fmt: skip
         return self.ranks.of_one(trace, plan, model, data)
 
+    def _trained(self, model: Any) -> set[str]:
+        """Parameters that get a gradient, where few layers tell that all do that can; else none.
+
+        They save a run of the passes for state that a step finds there.
+        """
+        named = [
+            {name for name, p in each.named_parameters() if p.requires_grad}
+            for each in (*self._built, model)
+        ]
+        known = (set(p.estimates.trained) for p in self._planners)  # type: ignore[union-attr]
+        alike = all(some == every for some, every in zip(known, named[:-1], strict=True))
+        return named[-1] if alike else set()
+
     def _line(self, plan: Plan, batch: int, tokens: int) -> _Line:
-        key = (str(plan.to_dict()), batch, tokens)
+        # A plan may come as it was found, or written for the traced layers.
+        key = (str(self._for_traced(plan).to_dict()), batch, tokens)
         if key not in self._lines:
             self._lines[key] = self._traced_line(plan, batch, tokens)
         return self._lines[key]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from .hosted import (
     release,
     route_updates,
     synchronized,
+    weighed_mean,
 )
 from .worst_batch import Worst, worst_batch
 
@@ -45,6 +47,14 @@ PLAN_FILE, STATE_FILE = "shoestring_plan.toml", "shoestring_state.pt"
 """In a checkpoint's folder, beside Hugging Face's own."""
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Part:
+    """A microbatch: how much it counts in means, and the calls of `log` it made."""
+
+    units: Any
+    logged: list[tuple[dict[str, Any], Any, Any]] = field(default_factory=list)
 
 
 class Budgeted:
@@ -62,7 +72,7 @@ class Budgeted:
     """
 
     step: Step | None = None
-    """What runs the passes, from the first batch on."""
+    """Runs the passes, from the first batch on."""
 
     def __init__(
         self,
@@ -74,6 +84,7 @@ class Budgeted:
     ) -> None:
         self._wanted = Wanted.of(budget, plan, allow)
         self._in_step = False
+        self._parts: list[_Part] = []
         super().__init__(*args, **kwargs)
         check_options(self)
 
@@ -91,7 +102,10 @@ class Budgeted:
             self._start(model, batch)
         assert self.step is not None
         model.train()
+        self._parts = []
+        before = {name: len(values) for name, values in self._noted().items()}
         loss = self.step(batch, update=False)
+        self._merge(before)
         return loss.to(self.args.device)  # type: ignore[attr-defined]
 
     def _goes_on(self, model: nn.Module) -> bool:
@@ -127,6 +141,7 @@ class Budgeted:
             inputs, items = batch
             found: list[torch.Tensor] = []
             trainer.accelerator.backward = lambda value, **others: found.append(value)
+            self._parts.append(_Part(self._units(inputs)))
             self._in_step = True
             try:
                 passes(model if given is bare else given, dict(inputs), items)
@@ -157,6 +172,44 @@ class Budgeted:
         predicted = getattr(plan, "predicted", None)
         told = "" if predicted is None else f", predicted {format_size(predicted.peak_bytes)}"
         _log.info("training by the plan %s%s", plan.short(), told)
+
+    def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """As the Trainer's; of what microbatches of one batch log, their weighed mean, once."""
+        if self._in_step:
+            self._parts[-1].logged.append((logs, args, kwargs))
+        else:
+            super().log(logs, *args, **kwargs)  # type: ignore[misc]
+
+    def _noted(self) -> dict[str, list[Any]]:
+        """Lists of TRL's that a batch appends to, by the names its logs will have."""
+        held = getattr(self, "_metrics", None)
+        held = held.get("train") if isinstance(held, dict) else None
+        return held if isinstance(held, dict) else {}
+
+    def _units(self, inputs: Any) -> Any:
+        """How much a microbatch counts in means: labels that are not ignored, or examples."""
+        labels = inputs.get("shift_labels", inputs.get("labels"))
+        if isinstance(labels, torch.Tensor):
+            if "shift_labels" not in inputs and getattr(self, "_loss_shifts_labels", False):
+                labels = labels[..., 1:]
+            return labels.ne(-100).sum()
+        tensors = (v for v in inputs.values() if isinstance(v, torch.Tensor) and v.ndim)
+        return next((len(tensor) for tensor in tensors), 1)
+
+    def _merge(self, before: dict[str, int]) -> None:
+        """One batch, one value: what its microbatches logged and noted becomes a weighed mean."""
+        parts, self._parts = self._parts, []
+        weights = [part.units for part in parts]
+        for name, values in self._noted().items():
+            new = values[(start := before.get(name, 0)) :]
+            if len(new) == len(parts) > 1:
+                values[start:] = [weighed_mean([*zip(new, weights, strict=True)])]
+        for calls in zip(*(part.logged for part in parts), strict=False):
+            told, args, kwargs = calls[-1]
+            if len(calls) > 1:
+                pairs = [(call[0], weight) for call, weight in zip(calls, weights, strict=True)]
+                told = {n: weighed_mean([(one.get(n), w) for one, w in pairs]) for n in told}
+            self.log(told, *args, **kwargs)
 
     def _largest(self, batch: Any) -> Any:
         """The batch that is planned for: this one, or the largest examples together."""
