@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from .step.step import Step
     from .techniques import (
         ActivationBits,
+        ActivationOffload,
         Checkpointing,
         ChunkedLoss,
         FusedUpdate,
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ActivationBits",
+    "ActivationOffload",
     "BudgetError",
     "BudgetPlan",
     "BudgetWarning",
@@ -125,6 +127,7 @@ _PLACES = {
     "step.step": ("Step",),
     "techniques": (
         "ActivationBits",
+        "ActivationOffload",
         "Checkpointing",
         "ChunkedLoss",
         "FusedUpdate",

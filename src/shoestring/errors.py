@@ -1,4 +1,4 @@
-"""What can go wrong, and how the command line ends when it does.
+"""The errors a user can meet, and the exit status of each.
 
 Exception
 └── ShoestringError              exit 2: the call was wrong
@@ -16,7 +16,8 @@ UserWarning
 └── UnprovenWarning              something was assumed that could not be tested
 """
 
-from collections.abc import Iterator
+import difflib
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import ClassVar
 
@@ -30,6 +31,8 @@ class ShoestringError(Exception):
         super().__init__(message)
         self.message = message
         self.hint = hint
+        if hint is not None:
+            self.add_note(f"hint: {hint}")  # a traceback shows it
 
 
 class InputError(ShoestringError, ValueError):
@@ -110,6 +113,13 @@ def render(error: ShoestringError) -> str:
     """The error as the command line prints it: kind and message, then the hint."""
     line = f"{type(error).__name__}: {error.message}"
     return line if error.hint is None else f"{line}\nhint: {error.hint}"
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A hint for an unknown name: the known name like it, or all of them."""
+    names = list(known)
+    close = difflib.get_close_matches(name, names, n=1)
+    return f"did you mean {close[0]}?" if close else "one of " + ", ".join(names)
 
 
 def first_line(error: BaseException) -> str:

@@ -12,7 +12,9 @@ def table(cells: Sequence[Sequence[str]]) -> str:
     lines = [f"<tr>{head}</tr>"]
     for line in cells[1:]:
         kind = ' class="no"' if "no" in line else ""
-        lines.append(f"<tr{kind}>{''.join(f'<td>{escape(cell)}</td>' for cell in line)}</tr>")
+        named = zip(cells[0], line, strict=False)
+        row = "".join(f'<td data-label="{escape(n)}">{escape(cell)}</td>' for n, cell in named)
+        lines.append(f"<tr{kind}>{row}</tr>")
     return f"<table>{''.join(lines)}</table>"
 
 

@@ -23,8 +23,8 @@ def working(what: str) -> Iterator[None]:
         if done.wait(1.0):
             return
         while True:
-            elapsed = time.monotonic() - started
-            sys.stderr.write(f"\r{what} … {elapsed:.0f} s" if terminal else f"{what} …\n")
+            line = f"{what} … {time.monotonic() - started:.0f} s"
+            sys.stderr.write(f"\r{line}" if terminal else f"{line}\n")
             sys.stderr.flush()
             if done.wait(1.0 if terminal else 10.0):
                 break

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from chaos_child import run_command
+from chaos_child import begun, run_command
 from test_loop import ALL, assert_same, final
 
 from shoestring import Microbatching
@@ -99,6 +99,26 @@ def ended_in_time(pid: int, wait: Callable[[float], bool]) -> bool:
         COUNTS["longest, seconds of its own"], round(own.look())
     )
     return True
+
+
+def until(true: Callable[[], bool], process: Any) -> bool:
+    """Wait for it, or until the process ended or it counts as a hang; whether it came true."""
+
+    def waited(seconds: float) -> bool:
+        if true() or process.exitcode is not None:
+            return True
+        time.sleep(seconds)
+        return False
+
+    return ended_in_time(process.pid, waited) and true()
+
+
+def own_seconds(process: Any, seconds: float, log: Path) -> None:
+    """Let the command run for so long, from when it began; signals before that are not its own."""
+    until(lambda: os.path.exists(begun(str(log), process.pid)), process)
+    own = OwnTime(process.pid)
+    while process.exitcode is None and own.look() < seconds:
+        process.join(0.02)
 
 
 def finished(process: Any, log: Path) -> int:

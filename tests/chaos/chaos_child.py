@@ -5,6 +5,11 @@ import os
 import sys
 
 
+def begun(log: str, pid: int) -> str:
+    """A file that is there once the command runs, and no more the machinery that starts it."""
+    return f"{log}.begun-{pid}"
+
+
 def run_command(arguments: list[str], log: str) -> None:
     """`shoestring …`, as a process of its own runs it."""
     import torch
@@ -17,4 +22,5 @@ def run_command(arguments: list[str], log: str) -> None:
         os.dup2(handle, stream)
     from shoestring.cli.main import main
 
+    open(begun(log, os.getpid()), "w").close()
     main()

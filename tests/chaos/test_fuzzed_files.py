@@ -21,7 +21,7 @@ from fuzzing import ODD, attacked, damaged, swapped
 from test_loop import ALL, CPU, PLAIN, run, settings
 
 from chaos import SEED, asked
-from shoestring import Plan, Sparsity
+from shoestring import Offload, OptimizerState, Plan, Precision, Sparsity
 from shoestring.lab.records.run import FILE, read
 from shoestring.lab.runs import snapshot
 from shoestring.lab.runs.average import mean_of, weights_in
@@ -49,6 +49,10 @@ SHARES = {
     "records": 0.2,
     "prepared text": 0.1,
     "data": 0.1,
+    "configurations": 0.02,
+    "data sets": 0.05,
+    "checks": 0.02,
+    "states": 0.05,
 }
 
 
@@ -285,6 +289,108 @@ def fuzz_data(count, chance, tmp_path):
         (text / name).write_bytes(original)
 
 
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 16,
+    "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 32,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "dtype": "bfloat16",
+}  # fmt: skip
+
+
+def fuzz_configurations(count, chance, tmp_path):
+    """config.json, as bytes and as values; what is read is built on fake tensors."""
+    pytest.importorskip("transformers")
+    from shoestring.integrations.configurations import Configured
+
+    path = tmp_path / "config.json"
+    for number in range(count):
+        data = json.dumps(LLAMA if number % 2 else swapped(LLAMA, chance)).encode()
+        path.write_bytes(damaged(data, chance) if number % 2 else data)
+        with attacked("configurations", path.read_bytes()):
+            Configured(f"hf:{tmp_path}", tokens=4).build()
+
+
+def fuzz_data_sets(count, chance, tmp_path):
+    """Lengths of examples, in each of the forms that `plan --data` takes."""
+    from shoestring.integrations.lengths import Lengths
+
+    events = [{"input_ids": [1, 2, 3]}, {"length": 7}, {"length": 2}]
+    array = io.BytesIO()
+    np.save(array, np.array([3, 5, 9]))
+    held = {"d.txt": b"3\n5\n9\n", "d.npy": array.getvalue()}
+    for number in range(count):
+        name = chance.choice(("d.jsonl", "d.txt", "d.npy"))
+        if name == "d.jsonl":
+            changed = swapped(events, chance) if number % 2 else events
+            lines = changed if isinstance(changed, list) else [changed]
+            held[name] = "\n".join(map(json.dumps, lines)).encode()
+        data = held[name] if name == "d.jsonl" and number % 2 else damaged(held[name], chance)
+        (tmp_path / name).write_bytes(data)
+        with attacked("data sets", (name, data[:300])):
+            str(Lengths.read(str(tmp_path / name), f"hf:{tmp_path}"))
+
+
+CHECKS = """
+[small]
+model = "tiny_nets:tiny_linear"
+input = ["4x3x32x32"]
+device = "cpu"
+optimizer = "sgd"
+budget = "8 GB"
+tolerance = 0.5
+batch = 2
+"""
+
+
+def fuzz_checks(count, chance, tmp_path):
+    """The file of `shoestring check`, and its baseline."""
+    from shoestring.lab.checks import check_file
+
+    file, baseline = tmp_path / "m.toml", tmp_path / "m.baseline.json"
+    given = tomllib.loads(CHECKS)
+    for number in range(count):
+        file.write_text(CHECKS)
+        baseline.write_text('{"small": 123456}')
+        if number % 4 == 0:
+            baseline.write_bytes(damaged(baseline.read_bytes(), chance))
+        elif number % 4 == 1:
+            baseline.write_text(json.dumps(swapped({"small": 123456}, chance)))
+        elif number % 4 == 2:
+            file.write_bytes(damaged(CHECKS.encode(), chance))
+        else:
+            file.write_text(toml(swapped(given, chance)), errors="surrogateescape")
+        with attacked("checks", (file.read_bytes(), baseline.read_bytes())):
+            [str(one) for one in check_file(file)]
+
+
+def fuzz_states(count, chance, tmp_path):
+    """Optimizer state in bits and on the host, loaded by runs of each of these plans."""
+    kinds = {
+        "8 bits": [OptimizerState(8, smallest=64)], "4 bits": [OptimizerState(4, smallest=64)],
+        "host": [Offload(smallest=64)],
+        "16 bits": [Precision("fp16")], "plain": [],
+    }  # fmt: skip
+    made = {}
+    for name, techniques in kinds.items():
+        plan = Plan.of(techniques)
+        run(tmp_path / name, plan, stop_after=3)
+        state = snapshot.load(snapshot.found(tmp_path / name)[-1])
+        made[name] = state, Trainer(settings(plan), small_task(), CPU, predict=False)
+    names = list(made)
+    for number in range(count):
+        one = chance.choice(names)
+        other = chance.choice(names) if number % 3 == 0 else one
+        state, trainer = made[one][0], made[other][1]
+        step = state["step"]
+        if number % 3:
+            part = chance.choice(("optimizer", "optimizer", "techniques"))
+            step = {**step, part: swapped(step[part], chance)}
+        # Of another plan in the step alone, under the settings of this one.
+        with attacked("states", (one, other)):
+            trainer.load_state_dict({**made[other][0], "step": step})
+            if number % 3 == 0:
+                assert one == other or {one, other} == {"plain", "host"}, (one, other)
+
+
 ATTACKS = {
     "plans": fuzz_plans,
     "studies": fuzz_studies,
@@ -292,6 +398,10 @@ ATTACKS = {
     "prepared text": fuzz_prepared,
     "data": fuzz_data,
     "snapshots": fuzz_snapshots,
+    "configurations": fuzz_configurations,
+    "data sets": fuzz_data_sets,
+    "checks": fuzz_checks,
+    "states": fuzz_states,
 }
 
 
@@ -304,7 +414,7 @@ def test_a_few_fuzzed_files(what, tmp_path):
 @pytest.mark.parametrize("what", ATTACKS)
 @pytest.mark.filterwarnings("ignore")
 def test_many_fuzzed_files(what, tmp_path):
-    count = math.ceil(SHARES[what] * asked("FUZZ", 1000))
+    count = math.ceil(SHARES[what] * asked("FUZZ", 200))
     ATTACKS[what](count, Random(f"{what} {SEED}"), tmp_path)
 
 

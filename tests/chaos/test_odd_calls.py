@@ -1,5 +1,6 @@
 """Calls of the command line with odd arguments: no traceback, and a refusal writes nothing."""
 
+import json
 import os
 import textwrap
 from random import Random
@@ -30,8 +31,24 @@ FLAGS = {
         "--checkpoint": ("every-0", f"every-{BIG}", "keep*9", "[" * 3000, "[keep]*99999", *NAMES),
         "--optimizer": ("none", "sgd", *NAMES), "--accounting": NAMES, "--device": NAMES,
         "--loss": MODELS_NAMED, "--html": ("", "folder", "no/such/folder/x.html", "/"),
+        "--trace": ("", "folder", "no/such/folder/x"), "--svg": ("x", "", "no/such/folder/x.svg"),
+        "--snapshot": ("", "folder", "no/such/folder/x"),
     },
+    "cards": {
+        "--card": NUMBERS, "--gpus": ("0", "-1", BIG), "--sharding": NAMES, "--batch": NUMBERS,
+        "--lora": ("x", "r=0", f"r={BIG}", "r=1" + "0" * 30, "r=4,targets=nosuch", ""),
+        "--dtype": NAMES, "--quantize": NAMES, "--html": ("", "folder", "no/such/folder/x"),
+        "--optimizer": NAMES, "--tokens": ("0", "-1", BIG),
+    },
+    "explain": {
+        "--batch": NUMBERS, "--microbatch": NUMBERS, "--precision": NAMES, "--device": NAMES,
+        "--optimizer": NAMES, "--tokens": ("0", BIG), "--loss": MODELS_NAMED,
+    },
+    "check": {}, "doctor": {"--nosuch": NAMES},
     "plan": {
+        "--data": (*FILES, "deep.jsonl", "noise.npy"), "--eval-data": FILES,
+        "--eval-batch": NUMBERS, "--svg": ("x.svg", "folder", "no/such/folder/x.svg"),
+        "--html": ("", "folder", "no/such/folder/x"), "--gpus": ("0", "-1", BIG),
         "--budget": SIZES, "--allow": NAMES, "--batch": NUMBERS, "--device": NAMES,
         "--out": ("", "folder", "no/such/folder/x.toml", "/"), "--optimizer": NAMES,
     },
@@ -56,6 +73,10 @@ FLAGS = {
     "translate": {"--beam": NUMBERS, "--device": NAMES},
     "prepare": {"--out": ("folder", "empty.toml", "/"), "--merges": NUMBERS, "--languages": NAMES},
 }  # fmt: skip
+CONFIGURATIONS = (
+    "hf:", "hf:.", "hf:folder", "hf:nosuch", "hf:deep.json", "hf:noise", "hf:huge", "hf:evil",
+    "timm:", "timm:nosuch", "hf:\n", f"hf:{'a' * 5000}", "hf:/",
+)  # fmt: skip
 INPUTS = ("4x3x32x32", "0", "4x0", BIG, "x", "4x3x32x32:int64", "a=4x3", "", f"4x{BIG}")
 
 
@@ -67,6 +88,13 @@ def sandbox(folder):
         "zeros.toml": "\0" * 4096, "noise": os.urandom(500).decode("latin1"),
     }.items():  # fmt: skip
         (folder / name).write_text(text)
+    (folder / "deep.jsonl").write_text("[" * 50_000)
+    (folder / "noise.npy").write_bytes(os.urandom(500))
+    odd = {"huge": {"num_labels": 10**30}, "evil": {"auto_map": {"AutoConfig": "evil.C"}}}
+    for name, held in odd.items():
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(held))
+    (folder / "evil" / "evil.py").write_text("raise SystemExit('it ran')")
     (folder / "folder").mkdir()
     (folder / "folder" / "x").write_text("x")
 
@@ -80,11 +108,13 @@ def drawn(chance):
         given[name] = chance.choice(flags[name])
     named = chance.choice(MODELS_NAMED) if chance.random() < 0.5 else "odd_models:good"
     first = named
-    if verb in ("study", "report", "translate", "prepare"):
+    if verb in ("study", "report", "translate", "prepare", "check"):
         first = chance.choice(FILES)
-    call_of = [verb, first]
-    if verb in ("profile", "plan", "verify"):
-        if ":" in named or chance.random() < 0.2:
+    elif verb == "cards" or (verb in ("profile", "plan", "explain") and chance.random() < 0.2):
+        first = named = chance.choice(CONFIGURATIONS)
+    call_of = [verb, first] if verb != "doctor" else [verb]
+    if verb in ("profile", "plan", "verify", "explain"):
+        if (":" in named and named not in CONFIGURATIONS) or chance.random() < 0.2:
             call_of += ["--input", chance.choice(INPUTS) if chance.random() < 0.3 else INPUTS[0]]
         if verb == "plan":
             given.setdefault("--budget", "1 MB")
@@ -130,4 +160,4 @@ def test_a_few_odd_calls(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_many_odd_calls(tmp_path, monkeypatch):
-    attack(asked("CALLS", 60), Random(f"calls {SEED}"), tmp_path, monkeypatch)
+    attack(asked("CALLS", 20), Random(f"calls {SEED}"), tmp_path, monkeypatch)

@@ -1,1 +1,1 @@
-"""What studies need and a user of the library does not: models, data, runs, records, reports."""
+"""Models, data, runs, records and reports for studies; users of the library do not need them."""

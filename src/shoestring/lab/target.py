@@ -1,4 +1,4 @@
-"""What a command line names: a built-in model, or an importable factory and its inputs."""
+"""The model a command line names: a built-in one, or an importable factory and its inputs."""
 
 from __future__ import annotations
 
@@ -76,19 +76,19 @@ class InputSpec:
 
 
 def batch_unit(name: str) -> str:
-    """What the size of a batch counts: images, tokens or examples."""
+    """The unit of a batch's size: images, tokens or examples."""
     if name.startswith(PREFIXES):
         return "examples"
     return "examples" if ":" in name else builtin(name).batch_unit
 
 
 def flagged_plan(name: str, given: Mapping[str, Any]) -> Plan:
-    """What flags ask for, in the unit of the model."""
+    """The size that flags ask for, in the unit of the model."""
     return from_flags(given, batch_unit(name))
 
 
 def at_once(plan: Plan) -> Plan:
-    """What is left of a plan for a batch that is the part which runs at once."""
+    """The plan without its microbatches, for a batch that is one microbatch already."""
     return Plan(technique for technique in plan.techniques if technique.at_once is None)
 
 

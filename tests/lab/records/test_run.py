@@ -1,6 +1,7 @@
 """Records: whole lines on the disk, cut back where they will happen again."""
 
 import json
+import math
 import resource
 import sys
 
@@ -27,6 +28,16 @@ def test_numbers_come_back_to_the_bit(tmp_path):
     with Records(tmp_path) as records:
         records.write("end", numbers=numbers)
     assert read(tmp_path)[0]["numbers"] == numbers
+
+
+def test_numbers_that_are_not_finite_are_json(tmp_path):
+    """Every reader takes the line, and a run that diverged is still told apart."""
+    with Records(tmp_path) as records:
+        records.write("end", loss=math.nan, best_loss=-math.inf, timeline={"x": [math.inf]})
+    (line,) = (tmp_path / FILE).read_text().splitlines()
+    json.loads(line, parse_constant=pytest.fail)
+    (event,) = read(tmp_path)
+    assert math.isnan(event["loss"]) and event["best_loss"] == -math.inf
 
 
 def test_what_came_after_a_snapshot_is_dropped(tmp_path):

@@ -27,15 +27,6 @@ FLAGS = ("wrn-10-0.5", "--data", "digits", "--epochs", "1", "--batch", "24", "--
 MORE_FLAGS = ("--lr", "0.02", "--device", "cpu")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Steady where cores are shared."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def torchrun(*arguments: str) -> str:
     """What two ranks print on stdout."""
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")

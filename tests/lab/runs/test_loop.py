@@ -410,3 +410,10 @@ def test_without_a_number_snapshots_are_made_by_the_clock(tmp_path, monkeypatch,
     monkeypatch.setattr(snapshot, "save", lambda *given: saved.append(plain(*given)))
     run(tmp_path / "run", every=None)
     assert len(saved) == made and final(tmp_path / "run")["done"] == 16
+
+
+def test_training_under_a_share_of_mps_is_refused(monkeypatch):
+    """Losses came out as NaN under it; refused before a GPU is looked for."""
+    monkeypatch.setenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "85")
+    with pytest.raises(InputError, match="CUDA_MPS_ACTIVE_THREAD_PERCENTAGE is 85"):
+        trainer_module.prepare_device("cuda", tf32=False, benchmark=False)

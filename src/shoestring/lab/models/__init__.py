@@ -82,11 +82,12 @@ def builtin(name: str) -> BuiltinModel:
             name, build_transformer, sentence_batch, sentence_loss, 4000, "tokens", "adam"
         )
     close = difflib.get_close_matches(name, builtin_names(), n=3)
-    hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(REPORTED)}"
+    known = f"known: {', '.join(REPORTED[:4])}, …"
+    hint = f"did you mean {' or '.join(close)}?" if close else known
     raise InputError(
         f"no built-in model is called {name!r}",
-        hint=f"{hint} (wrn-D-W, dc-transformer-width-W and dc-transformer-decoder-L take any "
-        "legal numbers)",
+        hint=f"{hint} (wrn-D-W and dc-transformer-width-W take other numbers); "
+        "your own is package.module:factory with --input 8x3x224x224, a configuration hf:FOLDER",
     )
 
 

@@ -41,7 +41,7 @@ def projected_loss(
 ) -> Tensor:
     """The loss of the scores `hidden @ weight.T`, of which only `words` columns exist at a time.
 
-    Forward keeps `hidden` and one number a token, and backward makes the scores again: one more
+    Forward keeps `hidden` and one number a token, and backward recomputes the scores: one more
     matrix product. Gradients made in the forward pass would avoid it, but they come before the
     loss scale: in FP16 they would underflow, or need a copy of the weight's gradient in FP32.
     """

@@ -1,1 +1,1 @@
-"""What a run leaves behind: one JSON event per line, and where it was made."""
+"""The records of a run: one JSON event per line, with the machine it ran on."""

@@ -170,11 +170,11 @@ _KINDS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys("step epoch best_epoch updates parameters".split(), (int,)),
     **dict.fromkeys(("seconds", "measured_peak_bytes", "evaluation_peak_bytes", *_SCORES), _NUMBER),
 }
-"""What a field of an event is, wherever it stands; null where it is not known."""
+"""The type of each field of an event; null where the value is not known."""
 
 
 def odd(event: Any) -> str | None:
-    """What is wrong with an event of a file that may come from anywhere; None if nothing is."""
+    """The error in an event of an untrusted file; None if it is valid."""
     if not isinstance(event, dict) or not isinstance(event.get("event"), str):
         return "is not an event"
     for name, value in event.items():
@@ -194,7 +194,7 @@ def odd(event: Any) -> str | None:
 
 
 def strip_times(events: Iterable[Event]) -> list[Event]:
-    """What must be equal when a run is made again, or interrupted and resumed.
+    """The fields that must be equal when a run is repeated, or interrupted and resumed.
 
     Without wall times, what describes the machine, and the notes that it was resumed.
     """
@@ -206,7 +206,7 @@ def strip_times(events: Iterable[Event]) -> list[Event]:
 
 
 def _program(path: str) -> str:
-    """What was called, without the folders of this machine."""
+    """The command, without the folders of this machine."""
     found = Path(path)
     return found.parent.name if found.name == "__main__.py" else found.name
 

@@ -12,7 +12,7 @@ from ...errors import InputError, first_line
 from ...step.apply import apply
 from ...techniques.base import Technique
 from ...techniques.plan import Plan
-from ...trace.capture import Loss
+from ...trace.tracing import Loss
 from . import snapshot
 
 Weights = dict[str, Tensor]
@@ -21,7 +21,7 @@ Weights = dict[str, Tensor]
 def mean_of(states: Iterable[Weights]) -> tuple[Weights, int]:
     """Element by element in FP64, rounded once; the newest state comes first. And of how many.
 
-    What is not a floating-point number is the newest's.
+    Other tensors are the newest's.
     """
     newest: Weights | None = None
     sums: Weights = {}

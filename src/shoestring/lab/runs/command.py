@@ -81,7 +81,7 @@ class Call:
 
     @property
     def for_text(self) -> dict[str, Any]:
-        """What only a translation can be told."""
+        """Options for translation only."""
         names = ("updates", "warmup", "dropout", "average", "beam", "length_penalty")
         return {name: getattr(self, name) for name in names}
 
@@ -168,7 +168,7 @@ def start(call: Call) -> Result:
 
 
 def job_of(call: Call) -> Job:
-    """What a call would train, on the CPU, so that it can be counted."""
+    """The training a call asks for, built on the CPU so that its memory can be counted."""
     _check_one_plan(call)
     task, there = _task(call), torch.device("cpu")
     return job_for(_settings(call, task, there), task, there)
@@ -274,7 +274,7 @@ def _plan(call: Call, task: ImageTask | TextTask, device: str) -> Plan:
 
 
 def _budget(call: Call) -> dict[str, Any] | None:
-    """What --budget and --allow say, as the records keep it."""
+    """`--budget` and `--allow` as the records keep them."""
     if call.budget is None:
         return None
     return {"bytes": parse_size(call.budget), "allow": str(Allowed.of(call.allow))}
@@ -336,7 +336,7 @@ def _plan_for_budget(call: Call, task: ImageTask | TextTask, device: str) -> Pla
 
 def _at_least_one(name: str, number: int | None) -> int | None:
     if number is not None and number < 1:
-        raise InputError(f"{name} {number} is below 1")
+        raise InputError(f"{name} {number} is below 1", hint="a whole number from 1")
     return number
 
 

@@ -17,7 +17,7 @@ Schedule = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Multipliers:
-    """What one setting was tuned to, relative to the defaults of its experiment."""
+    """The tuned values of one setting, relative to the defaults of its experiment."""
 
     learning_rate: float
     rewire_fraction: float = 1.0
@@ -98,7 +98,7 @@ OTHER_IMAGES = replace(DIGITS, learning_rate=0.1)
 IMAGE_DEFAULTS = {"cifar10": CIFAR10, "digits": DIGITS}
 
 REPORT_UPDATES = 100_000
-"""What `REPORT_SCHEDULE` of rewiring is for."""
+"""The training that `REPORT_SCHEDULE` of rewiring is for."""
 
 
 @dataclass(frozen=True)

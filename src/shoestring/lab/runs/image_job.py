@@ -11,7 +11,7 @@ from torch import nn
 
 from ..tasks.images import ImageFeed, ImageTask
 from ...techniques.plan import Plan
-from ...trace.capture import Loss
+from ...trace.tracing import Loss
 from ...step.distributed import add_over_ranks
 from ...step.group import rank, ranks
 from .settings import ImageSettings, build_model

@@ -1,4 +1,4 @@
-"""What a kind of data brings to a run: its batches, model, optimizer and evaluation.
+"""The parts of a run that depend on its data: batches, model, optimizer and evaluation.
 
 The trainer and the loop know nothing of images or words; they ask a job.
 """
@@ -14,14 +14,14 @@ from torch import nn
 from ...techniques.plan import Plan
 from ..tasks import ImageTask, TextTask
 from ..tasks.images import DEVICE_LIMIT_BYTES
-from ...trace.capture import Loss
+from ...trace.tracing import Loss
 from .settings import AnySettings, ImageSettings
 from ...step.shares import Parallel
 from .text_settings import TextSettings
 
 
 class Feed(Protocol):
-    """Minibatches on a device; any of them can be made again."""
+    """Minibatches on a device; any of them can be reproduced."""
 
     steps_per_epoch: int
     in_place: bool
@@ -48,7 +48,7 @@ class Job(Protocol):
     updates: int
     parallel: Parallel | None
     notes: dict[str, Any] | None
-    """What the records say about the data."""
+    """Facts about the data for the records."""
     weights_kept: int
     """Of the last epochs' ends, for an average."""
 
@@ -78,7 +78,7 @@ class Job(Protocol):
         ...
 
     def begin(self, folder: Path) -> None:
-        """What a run's folder holds beside records and snapshots."""
+        """Further files of a run's folder, beside records and snapshots."""
         ...
 
     def check(self, folder: Path) -> None:

@@ -131,7 +131,7 @@ def _hold(held: ExitStack, folder: Path, resume: bool) -> bool:
 
 @contextmanager
 def _users_model(trainer: Trainer) -> Iterator[None]:
-    """What a model of somebody's own raises ends the run in one line, before or after its start."""
+    """An error raised by a user's model ends the run in one line, before or after its start."""
     began, number = trainer.done > 0, trainer.done + 1
     kind = TrainingStopped if began else InputError
     try:

@@ -16,7 +16,7 @@ from ..models import builtin
 from ...techniques.plan import Plan
 from ..target import build
 from ..tasks import ImageTask
-from ...trace.capture import Loss, check_trainable
+from ...trace.tracing import Loss, check_trainable
 from .defaults import (Multipliers, base_name, learning_rate_at, defaults_for, rewiring_schedule)
 
 
@@ -27,7 +27,7 @@ def check_seed(seed: int) -> None:
 
 
 class AnySettings:
-    """What the settings of every kind of data share."""
+    """Settings that all kinds of data share."""
 
     model: str
     data: str
@@ -43,7 +43,8 @@ class AnySettings:
         """InputError for a count below 1, a seed or a learning rate that cannot be."""
         for name in names:
             if getattr(self, name) < 1:
-                raise InputError(f"{name.replace('_', ' ')} {getattr(self, name)} is below 1")
+                told = f"{name.replace('_', ' ')} {getattr(self, name)}"
+                raise InputError(f"{told} is below 1", hint="a whole number from 1")
         check_seed(self.seed)
         if not 0 < self.learning_rate < math.inf:
             raise InputError(f"learning rate {self.learning_rate:g} is not above 0, and finite")

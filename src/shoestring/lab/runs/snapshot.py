@@ -56,7 +56,7 @@ def save(
 def _prune(folder: Path, newest: Path, kind: str, keep: int) -> None:
     """Leave `keep` snapshots up to the newest good one.
 
-    Later ones could not be read, or are of updates that the run has not made again yet.
+    Later ones could not be read, or are of updates that the run has not repeated yet.
     """
     held = found(folder, kind)
     older = [one for one in held if _step(one) < _step(newest)]
@@ -116,7 +116,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def _loaded(data: bytes) -> Any:
-    """What `save` wrote: tensors and plain values; nothing in it runs, and nothing unfolds.
+    """Read a file of `save`: tensors and plain values; it runs no code and decompresses nothing.
 
     torch.save compresses nothing, so a compressed entry would be there to fill the memory.
     """

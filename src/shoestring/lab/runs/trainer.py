@@ -35,7 +35,7 @@ STATE = frozenset(
     "settings predicted step random done score loss_sum loss_count measured_peak_bytes "
     "measured_shapes seconds records_bytes".split()
 )
-"""What a snapshot of a run has."""
+"""The keys of a snapshot."""
 
 
 class Trainer:
@@ -76,7 +76,7 @@ class Trainer:
         self.done = 0
         """Updates so far."""
         self.score: float | None = None
-        """Of the last evaluation: accuracy in percent, or whatever the job goes by."""
+        """Score of the last evaluation: accuracy in percent, or the job's own."""
         self.best_score: float | None = None
         self.best_epoch = 0
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)
@@ -189,7 +189,7 @@ class Trainer:
         return None
 
     def evaluate(self) -> dict[str, Any]:
-        """What the job says of the held-out data, and of the run; the fields of an event."""
+        """The fields of an evaluation event: scores on the held-out data, and the state of the run."""
         if self.device.type == "cuda":
             peak_bytes = max(torch.cuda.max_memory_allocated(), self.step.captured_peak_bytes)
             self._note_peak(peak_bytes)
@@ -243,7 +243,7 @@ class Trainer:
         return self.at_end_of_epoch and self.epoch > last - self.job.weights_kept
 
     def finish(self, folder: Path) -> dict[str, Any]:
-        """What the job does when all is done; not with a model in parts."""
+        """Run the job's last work, after training; not with a sharded model."""
         if self.parallel == "fsdp":
             return {}
         kept = snapshot.found(folder, "weights")

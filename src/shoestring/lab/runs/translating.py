@@ -21,7 +21,7 @@ from ..tasks.prepared import read_vocabularies
 from ..tasks.text import TextEncoder
 from . import snapshot
 from .average import applied, averaged_model
-from ...trace.capture import Loss
+from ...trace.tracing import Loss
 from .text_job import build_text_model
 
 

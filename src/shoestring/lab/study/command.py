@@ -35,7 +35,7 @@ class Folder:
 
     @property
     def feed(self) -> feed.StudyFeed | None:
-        """What other studies chose for this one; what was read once stays."""
+        """Choices of other studies for this one; each is read once."""
         self._feed = self._feed or feed.of_folder(self.path)
         return self._feed
 
@@ -89,7 +89,7 @@ def score_of(found: Outcome, name: str) -> float | None:
 
 @dataclass(frozen=True)
 class Summary:
-    """What a study came to."""
+    """The outcome of a study."""
 
     folder: str
     runs: int

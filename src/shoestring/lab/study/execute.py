@@ -62,7 +62,7 @@ class Outcome:
 
 
 def outcome(job: StudyJob, folder: Path) -> Outcome | None:
-    """What a job's folder says; None where it has not ended."""
+    """The result in a job's folder; None where it has not finished."""
     try:
         error = failure(folder)
     except InputError as unreadable:
@@ -79,7 +79,7 @@ def outcome(job: StudyJob, folder: Path) -> Outcome | None:
 
 
 def _before(folder: Path) -> tuple[Event, ...]:
-    """What a run that failed had recorded; nothing where that cannot be read."""
+    """The records of a failed run; empty where they cannot be read."""
     try:
         return tuple(read(folder, whole=False))
     except InputError:
@@ -100,7 +100,7 @@ def failure(folder: Path) -> str | None:
 def execute(job: StudyJob, folder: Path, place: Place) -> None:
     """Run the job to its end, going on where there is a snapshot; an error becomes a file.
 
-    What stops it from outside (a signal) is raised: it is to go on later.
+    A signal from outside is raised: the study continues later.
     """
     import torch
 

@@ -51,7 +51,7 @@ class RowJobs:
     settings: Mapping[str, Any]
     """As a table shows them: what the runs stand for, and labels."""
     trained: Mapping[str, Any]
-    """What differs in the runs themselves, where they are fast equivalents."""
+    """Differences in the runs themselves, where faster equivalents replace them."""
     trials: tuple[StudyJob, ...]
     profile: StudyJob | None
     measure: StudyJob | None
@@ -74,7 +74,7 @@ class SearchCandidate:
 
 @dataclass(frozen=True)
 class SearchChoice:
-    """What a search chose for one combination of settings."""
+    """The choice of a search for one combination of settings."""
 
     where: Values
     values: Values
@@ -95,7 +95,7 @@ class SearchChoice:
 
 @dataclass(frozen=True)
 class FedChoice:
-    """What a search of another study chose where settings are these."""
+    """The choice of another study's search for these settings."""
 
     study: str
     where: Values
@@ -209,7 +209,7 @@ def _check_count(seeds: int, grid: Mapping[str, Any]) -> None:
 def matches(where: Mapping[str, Any], settings: Mapping[str, Any]) -> bool:
     """Whether the settings have these values (or one of a list of them); 1 and 1.0 are one.
 
-    What is not said is as if it were not used: without a precision it is FP32.
+    A missing setting means unused: without a precision it is FP32.
     """
     known = {**neutral_flags(), **settings}
     return all(
@@ -261,7 +261,7 @@ class _Point:
 
 
 def _points(study: Study, fed: Iterable[FedChoice] = ()) -> list[_Point]:
-    """What two grids share is one row."""
+    """Merge rows that two grids share."""
     found: dict[str, _Point] = {}
     searched = {name for search in study.searches for name in search.over}
     searched |= {name for choice in fed for name in choice.values}
@@ -314,7 +314,7 @@ def _choose(
 
 
 def _fed(point: Mapping[str, Any], fed: Iterable[FedChoice]) -> Values:
-    """What other studies chose for these settings."""
+    """Choices of other studies for these settings."""
     found: Values = {}
     for choice in fed:
         if matches(choice.where, point):

@@ -1,4 +1,4 @@
-"""What the searches of one study chose, for the studies after it.
+"""Choices of one study's searches, for the studies after it.
 
 A file says `after = ["learning-rates"]`: the study's folder beside its own, of that name. What was
 chosen there is kept in the folder, so that its runs and its report stay the same wherever it goes.
@@ -36,7 +36,7 @@ class StudyFeed:
 
 
 def of_folder(folder: Path) -> StudyFeed | None:
-    """What a study's folder began with; None where it has not begun."""
+    """The settings a study's folder began with; None where it has not begun."""
     if not (folder / CHOICES).exists():
         return None
     try:

@@ -75,7 +75,7 @@ def _drawing() -> Iterator[Any]:
 
 
 def label_of(results: Results, name: str) -> str:
-    """What an axis is called."""
+    """The label of an axis."""
     if name == "score":
         return results.study.score_label
     return HEADS.get(name, head(name)).replace("counted", "memory, counted")
@@ -104,7 +104,7 @@ def series_of(rows: Sequence[Row], names: Sequence[str]) -> dict[str, list[Row]]
 
 
 def series_name(row: Row, names: Sequence[str]) -> str:
-    """What a legend calls the series of a row."""
+    """The legend entry for the series of a row."""
     return ", ".join(_named(name, row.settings.get(name)) for name in names)
 
 

@@ -1,15 +1,14 @@
-"""What may stand in a study's file: a kind for every key, and names that mean something."""
+"""The schema of a study's file: a type for every key, and the names it may use."""
 
 from __future__ import annotations
 
-import difflib
 import math
 import reprlib
 from collections.abc import Collection, Iterable, Mapping
 from types import GenericAlias, NoneType, UnionType
 from typing import Any, get_args, get_origin
 
-from ...errors import InputError
+from ...errors import InputError, did_you_mean
 
 _WORDS = {
     str: ("a text", "texts"),
@@ -60,7 +59,7 @@ def _said(kind: Any, plural: bool = False) -> str:
 def at_least_one(name: str, number: int) -> int:
     """The number, or InputError."""
     if number < 1:
-        raise InputError(f"{name} {number} is below 1")
+        raise InputError(f"{name} {number} is below 1", hint="a whole number from 1")
     return number
 
 
@@ -72,10 +71,12 @@ def positive(name: str, number: float | None) -> float | None:
 
 
 def known(names: Iterable[str], there: Collection[str], where: str) -> None:
-    """InputError for a name there is no such setting for."""
+    """InputError for a name of no setting."""
     for name in names:
         if name not in there:
-            raise InputError(f"{where} has no setting {name!r}", hint=_near(name, there))
+            raise InputError(
+                f"{where} has no setting {name!r}", hint=did_you_mean(name, sorted(there))
+            )
 
 
 def named(names: Iterable[str], there: Collection[str], where: str, what: str = "setting") -> None:
@@ -84,10 +85,5 @@ def named(names: Iterable[str], there: Collection[str], where: str, what: str = 
         if name not in there:
             raise InputError(
                 f"{where} names {name!r}, which is not a {what} of this study",
-                hint=_near(name, there),
+                hint=did_you_mean(name, sorted(there)),
             )
-
-
-def _near(name: str, there: Collection[str]) -> str:
-    close = difflib.get_close_matches(name, sorted(there), n=1)
-    return f"did you mean {close[0]}?" if close else "one of " + ", ".join(sorted(there))

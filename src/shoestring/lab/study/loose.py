@@ -37,7 +37,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Loose:
-    """What lies in a folder."""
+    """The contents of a folder."""
 
     groups: tuple[Group, ...]
     outcomes: Mapping[str, Outcome]
@@ -88,7 +88,7 @@ def collect(where: Path) -> Loose:
             ended = [run for run in group.runs if run.error is None]
             first = {run.job.settings.get("seed"): run.folder for run in ended}
             seed = flags.get("seed")
-            if seed in first and found.error is None:  # the same run once more is not another trial
+            if seed in first and found.error is None:  # a repeated run is not another trial
                 names = (str(f.relative_to(where)) for f in (folder, first[seed]))
                 passed_over.append("{} has the settings and the seed of {}".format(*names))
             else:

@@ -39,7 +39,7 @@ STATUS = ("faithful", "departs", "in part", "not run")
 
 @dataclass(frozen=True)
 class Overview:
-    """What was written."""
+    """The files that were written."""
 
     folder: Path
     text: str

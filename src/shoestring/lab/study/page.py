@@ -129,7 +129,7 @@ def _row(results: Results, row: Row, profile: int | None) -> dict[str, Any]:
 
 
 def _searched(results: Results) -> list[dict[str, Any]]:
-    """What was tried on the validation split: nothing but curves."""
+    """Runs on the validation split: nothing but curves."""
     made = []
     for choice in results.choices:
         for tried in choice.candidates:

@@ -19,7 +19,7 @@ from .tables import shown, tables, with_interval
 
 @dataclass(frozen=True)
 class Report:
-    """What was written, and what it says."""
+    """The files that were written, and the text in them."""
 
     results: Results
     folder: Path

@@ -26,7 +26,7 @@ class Row:
 
     settings: Mapping[str, Any]
     trained: Mapping[str, Any]
-    """What differs in the runs themselves; empty where they are what they stand for."""
+    """Differences in the runs themselves; empty where they are exact."""
     runs: tuple[Outcome, ...]
     profile: Outcome | None
     measured: Outcome | None
@@ -46,7 +46,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Results:
-    """What a study found."""
+    """The results of a study."""
 
     study: Study
     rows: tuple[Row, ...]
@@ -103,7 +103,7 @@ class Results:
         return tuple(names[found.folder] for found in row.outcomes)
 
     def targets_of(self, row: Row) -> dict[str, Any]:
-        """What others found for the row's settings."""
+        """Published values for the row's settings."""
         return self._targets(row.settings, self.study.targets)
 
     def _targets(self, settings: Mapping[str, Any], among: Iterable[StudyTarget]) -> dict[str, Any]:
@@ -114,7 +114,7 @@ class Results:
         return found
 
     def targets_where(self, where: Mapping[str, Any]) -> dict[str, Any]:
-        """What others chose where a search has these settings."""
+        """Published choices for a search with these settings."""
         return self._targets(where, (t for t in self.study.targets if t.where))
 
 
@@ -219,7 +219,7 @@ _COUNTED = frozenset(
     "peak_bytes model_bytes gradient_bytes optimizer_state_bytes workspace_bytes forward_flops "
     "backward_flops recompute_flops timeline".split()
 )
-"""What the record of a profile has, and the page draws."""
+"""The fields of a profile's record that the page draws."""
 
 
 def _counted(end: Mapping[str, Any]) -> dict[str, float]:

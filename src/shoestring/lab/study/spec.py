@@ -31,7 +31,7 @@ QUANTITIES = frozenset(
     "predicted_bytes model_bytes optimizer_bytes activation_bytes reduction model_reduction "
     "optimizer_reduction activation_reduction measured_reduction".split()
 )
-"""What is known of a row beside its settings."""
+"""Quantities of a row, beside its settings."""
 PLACES = frozenset({"data_on", "snapshot_every", "parallel"})
 """Where a run happens and what it writes on the way do not make it another run."""
 _TRIALS = ("trials", "seeds")
@@ -87,7 +87,7 @@ class StudySearch:
 
 @dataclass(frozen=True)
 class StudyTarget:
-    """What somebody else found: where the settings are these, the quantities were those.
+    """A published result: for these settings, those quantities.
 
     A quantity behind `max_` or `min_` is a bound. Those of a search are settings: what it chose.
     """
@@ -154,7 +154,10 @@ def load(path: str | Path, name: str | None = None) -> Study:
         text = files.read(path, MOST_BYTES, plain=False).decode()
         given = tomllib.loads(text)
     except OSError as error:
-        raise InputError(f"cannot read the study {path}: {error.strerror}") from None
+        raise InputError(
+            f"cannot read the study {path}: {error.strerror}",
+            hint="a TOML file such as studies/digits.toml",
+        ) from None
     except (ValueError, RecursionError) as error:
         raise InputError(f"the study {path} is not TOML: {error}") from None
     try:

@@ -32,7 +32,7 @@ HEADS = {
 
 
 def setting_label(name: str) -> str:
-    """What a table calls a setting."""
+    """A setting's name in tables."""
     flag = flags().get(name)
     label = None if flag is None else flag.label
     return label or {"lr": "learning rate"}.get(name, name)
@@ -148,7 +148,7 @@ def with_interval(score: Sample) -> str:
 
 
 def target_text(targets: Mapping[str, Any], name: str) -> str:
-    """What the source says of a quantity: a number, or a bound."""
+    """The source's value of a quantity: a number, or a bound."""
     if name == "score" and "score" in targets:
         interval = f" ± {targets['interval']:.2f}" if "interval" in targets else ""
         return f"{targets['score']:.2f}{interval}"
@@ -171,7 +171,7 @@ def columns_of(results: Results) -> list[str]:
 
 
 def head(setting: str) -> str:
-    """What a table calls a setting."""
+    """A setting's name in tables."""
     return setting_label(setting).rpartition(".")[2].replace("_", " ")
 
 
@@ -207,7 +207,7 @@ def main_table(results: Results) -> Table:
 
 
 def _intervals(results: Results, targets: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What stands behind the signs, in our column and in the source's."""
+    """Explains the signs, in our column and in the source's."""
     ours = "Mean ± half of its 95% interval over n runs, by Student's t below n = 10"
     notes = [f"{ours} ({results.study.score})."]
     if any("interval" in said for said in targets):
@@ -216,7 +216,7 @@ def _intervals(results: Results, targets: Sequence[Mapping[str, Any]]) -> list[s
 
 
 def _state(results: Results) -> list[str]:
-    """What is not in the numbers."""
+    """Notes that the numbers do not show."""
     notes = list(results.remarks)
     if results.missing:
         verb = "has" if results.missing == 1 else "have"
@@ -250,7 +250,7 @@ def _score(row: Row) -> str:
 
 
 def _marked(rows: Sequence[Row]) -> list[str]:
-    """What the mark behind a score means, if one has it."""
+    """Explains the mark after a score, if one has it."""
     ways = dict.fromkeys(
         ", ".join(f"{n} = {shown(n, v)}" for n, v in row.trained.items())
         for row in rows
@@ -293,7 +293,7 @@ def family_table(results: Results, label: str = "family") -> Table | None:
 
 
 def search_table(results: Results) -> Table | None:
-    """What every search chose, beside the source's choice, and the score it was chosen by."""
+    """The choice of every search, beside the source's choice, and its score."""
     if not results.choices:
         return None
     places = dict.fromkeys(n for c in results.choices for n in c.where)

@@ -68,7 +68,7 @@ def profiled_job(job: Job) -> dict[str, Any]:
 
 
 def as_values(result: MemoryProfile) -> dict[str, Any]:
-    """What the command line prints as JSON, with the timeline instead of the modules."""
+    """The JSON of the command line, with the timeline instead of the modules."""
     made = result.as_dict()
     del made["modules"]
     return {**made, "timeline": timeline_values(result.timeline)}

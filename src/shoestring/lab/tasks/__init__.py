@@ -116,7 +116,7 @@ def _text_folder(name: str, folder: str | Path | None) -> Path:
     if name not in TEXTS:
         raise InputError(
             f"no data is called {name!r}, and it is not a folder",
-            hint="one of " + ", ".join(NAMES) + ", or a folder of text",
+            hint="one of " + ", ".join(NAMES) + ", or a folder of text or images",
         )
     given = folder if folder is not None else os.environ.get("SHOESTRING_DATA")
     if not given:

@@ -107,7 +107,7 @@ class Vocabulary:
 
     @classmethod
     def from_text(cls, text: str) -> Vocabulary:
-        """What `to_text` wrote."""
+        """Read the text of `to_text`."""
         pieces = tuple(text.split("\n")[:-1])
         if pieces[: len(SPECIAL)] != SPECIAL:
             raise InputError("not a vocabulary", hint="it begins with " + " ".join(SPECIAL))

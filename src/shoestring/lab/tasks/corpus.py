@@ -38,7 +38,7 @@ _OPEN: dict[str, Callable[..., Any]] = {
 
 
 class Remarks:
-    """What was met in the data: a count of lines for each remark, and the first of them."""
+    """Remarks about the data: for each the number of lines, and the first line."""
 
     def __init__(self) -> None:
         self.found: dict[str, dict[str, Any]] = {}

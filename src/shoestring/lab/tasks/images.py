@@ -31,7 +31,7 @@ class ImageTask:
 
     name: str
     split: str
-    """What the second set is: test or validation."""
+    """The name of the second set: test or validation."""
     images: Tensor
     labels: Tensor
     held_out_images: Tensor
@@ -46,11 +46,11 @@ class ImageTask:
     """Half of the images are mirrored, left to right."""
 
     unit: ClassVar[str] = "examples"
-    """What a minibatch counts."""
+    """The unit of a minibatch's size."""
     threads: ClassVar[int | None] = None
     """Of the CPU, where a number suits the data; None is PyTorch's."""
     remarks: ClassVar[tuple[str, ...]] = ()
-    """What could not be used, for people."""
+    """A note on unusable data, for people."""
     written_in_place: ClassVar[bool] = True
     """On CUDA every batch is written over the last one, so a captured step needs no copy of it."""
 
@@ -131,7 +131,7 @@ def _resized(images: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 _SPLIT, _ORDER = 1, 2
-"""What a seed is used for, so that no two uses draw the same numbers."""
+"""The uses of a seed, so that no two uses draw the same numbers."""
 
 
 def _allocated(device: torch.device) -> int:
@@ -148,7 +148,7 @@ class ImageFeed:
     """Batches of a task on a device: gathered, cropped, mirrored and normalized there.
 
     Every epoch draws its order, crops and flips on the CPU from (seed, epoch) alone: any batch of
-    any epoch can be made again, on any device. An epoch leaves out what does not fill a last
+    any epoch can be reproduced, on any device. An epoch leaves out what does not fill a last
     batch, other images each time, so that every batch has the same shape. With a `share`, of each
     batch only those examples (from, to) are made: the part of one rank among several. `in_place`
     writes every batch over the last one.

@@ -30,7 +30,7 @@ def load_arrays(data: bytes) -> Any:
 
 
 class _Kind:
-    """What a pickle says about an array's type."""
+    """An array's type, as a pickle describes it."""
 
     __slots__ = ("little", "name")
 
@@ -49,7 +49,7 @@ class _Kind:
 
 
 class _Array:
-    """What a pickle says about an array."""
+    """An array, as a pickle describes it."""
 
     __slots__ = ("data", "kind", "order", "shape")
 

@@ -155,7 +155,7 @@ def save(task: TextTask, folder: Path) -> None:
 
 
 def _remove_stale(parent: Path) -> None:
-    """What a killed process left of its work; nobody prepares a text for a day."""
+    """Remove the rest of a killed process; preparing a text never takes a day."""
     for left in parent.glob(f"{_PREPARING}*"):
         with suppress(OSError):
             if abs(time.time() - left.stat().st_mtime) > _STALE_SECONDS:
@@ -192,7 +192,7 @@ def _put(path: Path, text: str) -> None:
 
 
 def write_vocabularies(task: TextTask, folder: Path) -> None:
-    """What a sentence needs on its way to numbers and back."""
+    """Converts a sentence to numbers and back."""
     if task.codes is not None:
         _put(folder / CODES, task.codes)
     for side in ("source", "target"):
@@ -220,7 +220,7 @@ def _text(path: Path) -> str:
 
 
 def load(folder: Path) -> TextTask:
-    """What `save` wrote; InputError for anything else, whoever made it."""
+    """Read a file of `save`; InputError for any other file, from any source."""
     try:
         about = json.loads(_text(folder / NOTES))
         if about["format"] != FORMAT:

@@ -23,7 +23,7 @@ class TextTask:
 
     name: str
     split: str
-    """What BLEU is of: test or validation."""
+    """The set that BLEU is computed on: test or validation."""
     source_language: str
     target_language: str
     codes: str | None
@@ -40,7 +40,7 @@ class TextTask:
     """Files, counts, and what could not be used; plain values for the records."""
 
     unit: ClassVar[str] = "tokens"
-    """What a minibatch counts."""
+    """The unit of a minibatch's size."""
     written_in_place: ClassVar[bool] = False
     """Minibatches have several shapes: each is a tensor of its own."""
 
@@ -55,7 +55,7 @@ class TextTask:
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What was met in the text that cannot be trained on as it is."""
+        """Remarks on text that cannot be trained on as it is."""
         lines = []
         for part, found in self.notes["remarks"].items():
             for what, held in found.items():
@@ -95,7 +95,7 @@ class TextEncoder:
 def encoded(corpus: Corpus, *, merges: int, longest: int = LONGEST) -> TextTask:
     """Learn codes on both languages together, vocabularies on each alone, and encode all of it.
 
-    What came in pieces stays in them. A training pair that is empty, damaged or longer than
+    Text that comes in pieces stays so. A training pair that is empty, damaged or longer than
     `longest` is left out and remarked on; what is evaluated on is kept whatever it is.
     """
     train = corpus.parts["train"]

@@ -63,7 +63,7 @@ def best_lengths(lengths: np.ndarray, tokens: int, shapes: int) -> list[int]:
 
 
 class TextFeed:
-    """The batches of a task: order from (seed, epoch) alone, any of them can be made again.
+    """The batches of a task: order from (seed, epoch) alone, any of them can be reproduced.
 
     Sentences that do not fill a batch of their length go to the next longer one; what is left of
     the longest fills up with rows of padding, so every sentence is seen once an epoch. The first
@@ -209,5 +209,5 @@ def source_in(sentences: Sentences, chosen: np.ndarray, shape: Shape) -> Tensor:
 
 
 def target_tokens(part: TextBatch) -> Tensor:
-    """What the loss of a part is averaged over; on the part's device, without waiting."""
+    """The number a part's loss is averaged over; on the part's device, without waiting."""
     return (part["target_out"] != PADDING).sum()
