@@ -6,6 +6,7 @@ Every model trains plainly, with gradient checkpointing as people switch it on, 
 
     python benchmarks/card.py                            # all, on one GPU
     python benchmarks/card.py llama-1b-bf16 --budgets 0.55 gc --out rows.jsonl
+    python benchmarks/card.py llama-8b-bf16 --budgets 35GB 20GB --allow near --at-once --no-peers
     python benchmarks/card.py --tiny --device cpu        # to try the script
 """
 
@@ -132,26 +133,35 @@ class Case:
 
 
 def examine(
-    case: Case, budgets: list[str], allow: str, write: Any, *, at_once: bool = False
+    case: Case, budgets: list[str], allow: str, write: Any, *, at_once: bool, peers: bool
 ) -> None:
     """Every way of one model."""
     name = case.subject.name
-    plain = case.plain()
-    assert plain is not None
-    write({"name": name, "way": "plain", **plain})
-    peer = case.plain(gc_on=True)
-    if peer is not None:
-        write({"name": name, "way": "checkpointed", **peer})
+    plain = peer = None
+    if peers:
+        plain = case.plain()
+        assert plain is not None
+        write({"name": name, "way": "plain", **plain})
+        peer = case.plain(gc_on=True)
+        if peer is not None:
+            write({"name": name, "way": "checkpointed", **peer})
     for text in budgets:
         if text == "gc" and peer is None:
             continue
-        bound = peer["reserved_bytes"] if text == "gc" and peer else None
-        budget = bound or int(float(text) * plain["reserved_bytes"])
+        if text.endswith("GB"):
+            budget = int(float(text.removesuffix("GB")) * 1e9)
+        elif text == "gc":
+            assert peer is not None
+            budget = peer["reserved_bytes"]
+        else:
+            assert plain is not None, "a share is of the plain peak, which --no-peers leaves out"
+            budget = int(float(text) * plain["reserved_bytes"])
         for allowed in [allow] if at_once else dict.fromkeys(("lossless", allow)):
             row = case.planned(budget, allowed)
-            peer_ms = peer["ms"] if peer else None
-            write({"name": name, "way": f"plan {text}", "plain_bytes": plain["reserved_bytes"],
-                   "plain_ms": plain["ms"], "gc_ms": peer_ms, **row})  # fmt: skip
+            write({"name": name, "way": f"plan {text}",
+                   "plain_bytes": plain and plain["reserved_bytes"],
+                   "plain_ms": plain and plain["ms"], "gc_ms": peer and peer["ms"],
+                   **row})  # fmt: skip
             if "refused" not in row:
                 break
 
@@ -191,6 +201,7 @@ def main() -> None:
     parser.add_argument("--budgets", nargs="*", default=list(FRACTIONS))
     parser.add_argument("--allow", default="lossless")
     parser.add_argument("--at-once", action="store_true", help="do not try lossless plans first")
+    parser.add_argument("--no-peers", action="store_true", help="plans alone, for budgets in GB")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--out", type=Path)
@@ -210,7 +221,8 @@ def main() -> None:
     for name in given.names or SUBJECTS:
         try:
             case = Case(SUBJECTS[name], given.device, given.tiny, given.steps)
-            examine(case, given.budgets, given.allow, write, at_once=given.at_once)
+            examine(case, given.budgets, given.allow, write, at_once=given.at_once,
+                    peers=not given.no_peers)  # fmt: skip
         except Exception as error:
             traceback.print_exc()
             write({"name": name, "way": "-", "failed": f"{type(error).__name__}: {error}"[:300]})
@@ -223,6 +235,7 @@ def several(given: argparse.Namespace) -> None:
         command = [sys.executable, __file__, name, "--device", given.device, "--allow", given.allow,
                    "--steps", str(given.steps), "--budgets", *given.budgets]  # fmt: skip
         command += ["--tiny"] * given.tiny + ["--at-once"] * given.at_once
+        command += ["--no-peers"] * given.no_peers
         if given.out:
             command += ["--out", str(given.out)]
         env = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -1,19 +1,26 @@
-"""Predicted fits against what a GPU really takes: language and vision, LoRA, recomputation, 8 bits.
+"""Predicted fits against what a GPU really takes: LoRA, NF4, 8 bits, recomputation, Liger; plans.
 
-    python benchmarks/fits.py --longest       # on one GPU of 80 GB or more; writes nothing
-    python benchmarks/fits.py --only llama    # cases whose name has this
-    python benchmarks/fits.py --predict       # predictions alone, on any machine
+    python benchmarks/fits.py --longest --predict --predictions fits.json    # on any machine
+    python benchmarks/fits.py --longest --predictions fits.json              # on one GPU of 80 GB
 
-Each case is built from a configuration with random weights. All are predicted first, several at a
-time, by processes that see no GPU; then each is trained for four steps in a process of its own.
-Compared are the predicted bytes with `torch.cuda.max_memory_reserved` of the steps (and allocated,
-to tell why). `--longest` asks for the longest context of an 8B LoRA in 24 GB and runs it, and 5%
-more, by the same plan and with no more memory than that.
+Each case is built from a configuration with random weights. All are predicted first, by processes
+that see no GPU, and kept in the file; a case that stands there is not predicted again. Then each
+is trained for four steps in a process of its own, one after the other: without a plan by a plain
+loop of PyTorch. Compared are the predicted bytes with `torch.cuda.max_memory_reserved` of the steps
+(and allocated, to tell why). `--longest` asks for the longest context of an 8B LoRA in 24 GB and
+runs it, and 5% more, by the same plan and with no more memory than that. `--only TEXT` takes the
+cases whose name has it.
+
+It needs peft, bitsandbytes and liger-kernel. For a machine without them:
+
+    pip install --no-deps --target carry/site peft bitsandbytes liger-kernel
+    PYTHONPATH=src:carry/site python benchmarks/fits.py …
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import subprocess
@@ -22,7 +29,7 @@ import tempfile
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +40,8 @@ from shoestring.integrations.configurations import DTYPES, Configured, _with_lor
 from shoestring.integrations.sizes import Sizes
 from shoestring.memory.reserved import reserved
 from shoestring.planning.planner import Planner
-from shoestring.step.trace_step import capture_step
-from shoestring.techniques.plan import Plan, from_flags
+from shoestring.step.trace_step import trace_plan
+from shoestring.techniques.plan import Plan
 from shoestring.trace.fakes import OPTIMIZERS
 
 LLAMA_1B = {
@@ -73,45 +80,59 @@ class Case:
     share: float | None = None
     """Of the plain step's bytes: the budget of a lossless plan; None for the plain step."""
     dtype: str | None = None
-    flags: dict[str, Any] = field(default_factory=dict)
-    """Techniques of the step, where no budget chooses them."""
+    quantize: str | None = None
+    checkpointed: bool = False
+    """By Hugging Face's `gradient_checkpointing_enable`."""
+    liger: bool = False
+    """With Liger's kernels, its fused head and loss among them."""
 
 
 CASES = [
     Case("llama 1B, 2 × 2048", LLAMA_1B, batch=2),
     Case("llama 1B, 2 × 2048, planned to 75%", LLAMA_1B, batch=2, share=0.75),
+    Case("llama 1B, checkpointed, 4 × 2048", LLAMA_1B, batch=4, checkpointed=True),
     Case("llama 1B, LoRA r=16, 4 × 2048", LLAMA_1B, batch=4, lora="r=16"),
-    Case(
-        "llama 1B, LoRA all-linear, planned to 50%", LLAMA_1B, batch=4, share=0.5,
-        lora="r=16,targets=all-linear",
-    ),
-    Case("llama 8B, LoRA r=16, 1 × 2048", LLAMA_8B, lora="r=16"),
+    Case("llama 1B, Liger, 4 × 2048", LLAMA_1B, batch=4, liger=True),
     Case("llama 8B, LoRA r=16, planned to 75%", LLAMA_8B, lora="r=16", share=0.75),
-    Case("qwen 0.5B, 8 × 1024", QWEN, batch=8, tokens=1024),
+    Case("llama 8B, NF4, LoRA r=16, 1 × 2048", LLAMA_8B, lora="r=16", quantize="nf4"),
+    Case(
+        "llama 8B, NF4, LoRA, checkpointed, 2 × 2048", LLAMA_8B, batch=2, quantize="nf4",
+        lora="r=16,targets=all-linear", checkpointed=True,
+    ),
+    Case("qwen 0.5B, AdamW8bit, 4 × 1024", QWEN, batch=4, tokens=1024, optimizer="adamw8bit"),
     Case("qwen 0.5B, planned to 60%", QWEN, batch=8, tokens=1024, share=0.6),
-    Case("qwen 0.5B, 8-bit state", QWEN, batch=4, tokens=1024, flags={"state_bits": 8}),
     Case("ViT-L, 32 images, FP32", VIT_L, batch=32),
-    Case("ViT-L, 32 images, planned to 50%", VIT_L, batch=32, share=0.5),
-    Case("ViT-L, 64 images, BF16, SGD", VIT_L, batch=64, dtype="bf16", optimizer="sgd"),
+    Case("ViT-L, 64 images, BF16, checkpointed", VIT_L, batch=64, dtype="bf16", checkpointed=True),
 ]  # fmt: skip
 
 
 def configured(case: Case, folder: str) -> Configured:
     Path(folder, "config.json").write_text(json.dumps(case.config))
     return Configured(
-        f"hf:{folder}", tokens=case.tokens, batch=case.batch, lora=case.lora, dtype=case.dtype
-    )
+        f"hf:{folder}", tokens=case.tokens, batch=case.batch, lora=case.lora, dtype=case.dtype,
+        quantize=case.quantize,
+    )  # fmt: skip
+
+
+def as_asked(case: Case, model: Any) -> Any:
+    """Hugging Face's checkpointing and Liger's kernels, on a fake model or a real one."""
+    if case.checkpointed:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if case.liger:
+        from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+        _apply_liger_kernel_to_instance(model=model)
+    return model
 
 
 def predicted(case: Case, given: Configured) -> tuple[Plan, int, bool]:
     """The plan, the bytes a budget must hold for it, and whether it runs as a CUDA graph."""
     model, batch = given.build()
+    model = as_asked(case, model)
     how: dict[str, Any] = {"loss": loss_of, "optimizer": case.optimizer, "device": "cuda"}
     if case.share is None:
-        plan = from_flags(case.flags)
-        trace = capture_step(plan, model, batch, captured=False, **how)
-        first = any(technique.state_first for technique in plan.techniques)
-        return plan, reserved(trace, state_first=first).eager_bytes, False
+        trace = trace_plan(Plan(), model, batch, captured=False, **how)
+        return Plan(), reserved(trace).eager_bytes, False
     planner = Planner(model, batch, allow="lossless", **how)
     found = planner.plan(int(case.share * planner.estimates.plain.needed_bytes))
     return found.plan, found.predicted.needed_bytes, found.predicted.captured
@@ -128,7 +149,11 @@ def measured(case: Case, given: Configured, plan: Plan, captured: bool) -> dict[
     model.train()
     if case.lora is not None:
         model.requires_grad_(False)
+    if case.quantize is not None:
+        quantize(model)
+    if case.lora is not None:
         model = _with_lora(model, case.lora)
+    model = as_asked(case, model)
     if sees == "images":
         pixels = torch.randn(case.batch, 3, 224, 224, device="cuda", dtype=dtype or torch.float32)
         batch = {"pixel_values": pixels, "labels": torch.zeros(case.batch, dtype=int).cuda()}
@@ -136,17 +161,47 @@ def measured(case: Case, given: Configured, plan: Plan, captured: bool) -> dict[
         words = torch.randint(1000, (case.batch, case.tokens), device="cuda")
         batch = {"input_ids": words, "labels": words.clone()}
     trained = [p for p in model.parameters() if p.requires_grad]
-    step = ss.apply(plan, model, OPTIMIZERS[case.optimizer](trained), loss=loss_of)
-    step.use_graph(captured)
+    optimizer = OPTIMIZERS[case.optimizer](trained)
+    gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    for _ in range(4):
-        step(batch)
+    if plan.techniques:
+        step = ss.apply(plan, model, optimizer, loss=loss_of)
+        step.use_graph(captured)
+        for _ in range(4):
+            step(batch)
+    else:
+        for _ in range(4):
+            loss_of(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
     torch.cuda.synchronize()
     return {
         "reserved": torch.cuda.max_memory_reserved(),
         "allocated": torch.cuda.max_memory_allocated(),
     }
+
+
+def quantize(model: Any) -> None:
+    """Linear layers but the head as bitsandbytes' NF4, with doubly quantized scales."""
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    head = model.get_output_embeddings()
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) is torch.nn.Linear and child is not head:
+                sizes, dtype = (child.in_features, child.out_features), child.weight.dtype
+                packed = Linear4bit(
+                    *sizes, bias=child.bias is not None, compute_dtype=dtype, quant_type="nf4",
+                    compress_statistics=True, device="meta",
+                )  # fmt: skip
+                packed.weight = Params4bit(
+                    child.weight.data.cpu(), requires_grad=False, quant_type="nf4",
+                    compress_statistics=True, module=packed,
+                )  # fmt: skip
+                packed.bias = child.bias
+                setattr(module, name, packed.to(child.weight.device))
+    model.is_loaded_in_4bit = True  # as from_pretrained leaves it: peft has a LoRA for such layers
 
 
 LONGEST = Case("llama 8B, LoRA r=16, longest in 24 GB", LLAMA_8B, lora="r=16")
@@ -216,10 +271,35 @@ def show(rows: list[dict[str, Any]]) -> None:
         print(f"below: {sum(e < 0 for e in off)} of {len(off)}; median {100 * middle:+.1f}%")
 
 
+def key_of(case: Case, shoestring: str = ss.__version__) -> str:
+    """What a prediction is of; another version predicts again."""
+    return json.dumps({**asdict(case), "shoestring": shoestring}, sort_keys=True)
+
+
+def predictions(chosen: list[int], longest: bool, file: Path | None, workers: int) -> Any:
+    """Those of the file, and the others by processes of their own, which the file then has."""
+    known = json.loads(file.read_text()) if file is not None and file.is_file() else {}
+    jobs: dict[str, dict[str, Any]] = {key_of(CASES[n]): {"number": n} for n in chosen}
+    jobs |= {key_of(LONGEST): {"longest": True}} if longest else {}
+
+    def one(key: str) -> None:
+        told = child(jobs[key], gpu=False)
+        print(f"{jobs[key]}: {told}", file=sys.stderr, flush=True)
+        known[key] = told
+        if file is not None:
+            kept = {k: v for k, v in known.items() if "error" not in v}
+            file.write_text(json.dumps(kept, indent=1) + "\n")
+
+    with ThreadPoolExecutor(workers) as pool:
+        list(pool.map(one, [key for key in jobs if key not in known]))
+    return known
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="")
-    parser.add_argument("--predict", action="store_true")
+    parser.add_argument("--predict", action="store_true", help="predict alone")
+    parser.add_argument("--predictions", type=Path, help="a file that keeps what is predicted")
     parser.add_argument("--longest", action="store_true", help="the longest context, too")
     parser.add_argument("--workers", type=int, default=max((os.cpu_count() or 2) // 2, 1))
     parser.add_argument("--job", help=argparse.SUPPRESS)
@@ -233,18 +313,17 @@ def main() -> None:
             print(json.dumps(predict_longest() if "longest" in job else predict(job["number"])))
         return
     chosen = [n for n, case in enumerate(CASES) if given.only in case.name]
-    with ThreadPoolExecutor(given.workers) as pool:
-        named = pool.submit(child, {"longest": True}, gpu=False) if given.longest else None
-        found = list(pool.map(lambda n: child({"number": n}, gpu=False), chosen))
+    known = predictions(chosen, given.longest, given.predictions, given.workers)
     rows = []
-    for number, told in zip(chosen, found, strict=True):
+    for number in chosen:
+        told = known[key_of(CASES[number])]
         if not given.predict and "error" not in told:
             told |= child({**told, "number": number}, gpu=True)
         rows.append({**told, "name": CASES[number].name})
         print(f"{CASES[number].name}: {told}", file=sys.stderr, flush=True)
     show(rows)
-    if named is not None:
-        told = named.result()
+    if given.longest:
+        told = known[key_of(LONGEST)]
         print(f"longest context for 24 GB: {told}")
         if not given.predict and "tokens" in told:
             for tokens in (told["tokens"], int(1.05 * told["tokens"])):

@@ -2,12 +2,14 @@
 
     python benchmarks/levers.py                          # on one GPU, all rows
     python benchmarks/levers.py --only 1b --only update  # rows whose name contains one of these
+    python benchmarks/levers.py --only long              # inputs of recomputed blocks on the host
     python benchmarks/levers.py --tiny --device cpu      # small shapes, to see that it runs
 
 Llama shapes in bf16 with random weights, AdamW, one row a process. "gc" is Hugging Face's gradient
-checkpointing; the others recompute every block by `Checkpointing("residual-1")`. A step is forward,
-backward and update. Peaks are of a step in steady state after `empty_cache`; times are medians of
-three groups of two steps. "update" is the update alone, gradients given.
+checkpointing; the others recompute every block by `Checkpointing("residual-1")`. "long" is one
+sequence of 16,384 tokens, "adapter" trains LoRA of rank 16 beside the projections of attention. A
+step is forward, backward and update. Peaks are of a step in steady state after `empty_cache`; times
+are medians of three groups of two steps. "update" is the update alone, gradients given.
 """
 
 from __future__ import annotations
@@ -39,6 +41,21 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
         "tie_word_embeddings": False, "batch": (1, 2048),
     },
+    "1b long": {
+        "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
+        "tie_word_embeddings": True, "batch": (1, 16384),
+    },
+    "8b adapter long": {
+        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
+        "tie_word_embeddings": False, "batch": (1, 16384),
+    },
+    "tiny adapter long": {
+        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 6,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 4000,
+        "tie_word_embeddings": False, "batch": (1, 1024),
+    },
     "tiny": {
         "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
         "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 4000,
@@ -47,6 +64,18 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 GC = "gc"
 CLIPPED = "all but bits, clipped"
+RANK = 16
+"""Of the adapters beside q, k, v and o that are trained where a shape's name has "adapter"."""
+LONG = (ss.Checkpointing("residual-1"), ss.ChunkedLoss())
+LONG_PLANS: dict[str, tuple[ss.Technique, ...]] = {
+    "recomputed": LONG,
+    "recomputed in pairs": (ss.Checkpointing("residual-2"), ss.ChunkedLoss()),
+    "+ inputs on the host": (*LONG, ss.ActivationOffload()),
+    "all saved on the host": (ss.ChunkedLoss(), ss.ActivationOffload("all")),
+    "+ 4-bit inputs": (*LONG, ss.ActivationBits(4)),
+    "+ 4-bit inputs on the host": (*LONG, ss.ActivationBits(4), ss.ActivationOffload()),
+}
+"""For shapes of one long sequence."""
 ALL = (ss.Checkpointing("residual-1"), ss.ChunkedLoss(), ss.GradientRelease())
 PLANS: dict[str, tuple[ss.Technique, ...]] = {
     GC: (),
@@ -64,6 +93,7 @@ PLANS: dict[str, tuple[ss.Technique, ...]] = {
     "8-bit activations": (ss.ActivationBits(8),),
     "4-bit activations": (ss.ActivationBits(4),),
     "+ 4-bit activations": (ss.Checkpointing("residual-1"), ss.ActivationBits(4)),
+    "+ inputs on the host": (ss.Checkpointing("residual-1"), ss.ActivationOffload()),
     CLIPPED: ALL,
 }
 
@@ -82,8 +112,35 @@ def build(shape: str, device: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
             model = LlamaForCausalLM(LlamaConfig(**settings, use_cache=False))
     finally:
         torch.set_default_dtype(before)
+    if "adapter" in shape:
+        add_adapters(model)
     words = torch.randint(settings["vocab_size"], size, device=device)
     return model.train(), {"input_ids": words, "labels": words}
+
+
+class Adapter(nn.Module):
+    """A frozen linear layer, and beside it a product of two thin matrices that is trained."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.layer = layer.requires_grad_(False)
+        like: dict[str, Any] = {"dtype": layer.weight.dtype, "device": layer.weight.device}
+        self.down = nn.Linear(layer.in_features, RANK, bias=False, **like)
+        self.up = nn.Linear(RANK, layer.out_features, bias=False, **like)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layer(x) + self.up(self.down(x))
+        return out
+
+
+def add_adapters(model: nn.Module) -> None:
+    """Train adapters beside the projections of attention, and nothing else."""
+    model.requires_grad_(False)
+    for path, module in list(model.named_modules()):
+        above, _, name = path.rpartition(".")
+        if isinstance(module, nn.Linear) and name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            setattr(model.get_submodule(above), name, Adapter(module))
 
 
 def loss(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -126,13 +183,19 @@ def peaks(run: Callable[[], object], device: str) -> dict[str, float]:
     }
 
 
+def plans_for(shape: str) -> dict[str, tuple[ss.Technique, ...]]:
+    """By name."""
+    return LONG_PLANS if "long" in shape else PLANS
+
+
 def step_row(shape: str, plan: str, device: str, eager: bool) -> dict[str, Any]:
     """One way to train one shape."""
     model, batch = build(shape, device)
-    chosen = PLANS[plan]
+    chosen = plans_for(shape)[plan]
     quantized = any(isinstance(t, ss.OptimizerState) for t in chosen)
     settings = {} if quantized else {"fused": True, "capturable": device == "cuda"}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, **settings)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-5, **settings)
     predicted = 0.0
     if plan == GC:
         arguments = {"use_reentrant": False}
@@ -200,9 +263,11 @@ def update_row(shape: str, bits: int, device: str, eager: bool) -> dict[str, Any
 def rows(tiny: bool) -> dict[str, tuple[Any, ...]]:
     """Name → what to call."""
     made: dict[str, tuple[Any, ...]] = {}
-    for shape in ("tiny",) if tiny else ("1b", "8b"):
-        for plan in PLANS:
+    for shape in (s for s in SHAPES if ("tiny" in s) == tiny):
+        for plan in plans_for(shape):
             made[f"{shape} {plan}"] = step_row, shape, plan
+        if "long" in shape:
+            continue
         for bits in (8, 4):
             made[f"{shape} update {bits}-bit"] = update_row, shape, bits
     return made

@@ -31,8 +31,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from architectures import ARCHITECTURES, Architecture
 from shoestring.memory.device import device_timeline
 from shoestring.memory.live.measure import Measurement, measure, training_step
-from shoestring.trace.capture import capture
 from shoestring.trace.fakes import make_optimizer
+from shoestring.trace.tracing import trace_model
 
 OPTIMIZERS = ("sgd", "adam")
 RESIDENT = ("model", "buffer", "input", "optimizer_state")
@@ -113,7 +113,9 @@ def predict(row: Row, architecture: Architecture, optimizer: str) -> None:
     """Ours."""
     with FakeTensorMode():
         model, batch = architecture.build(), architecture.batch(row["batch"])
-    trace = capture(model, batch, loss=architecture.loss, optimizer=optimizer, device=row["device"])
+    trace = trace_model(
+        model, batch, loss=architecture.loss, optimizer=optimizer, device=row["device"]
+    )
     row["predicted"] = int(device_timeline(trace).totals.max())
 
 

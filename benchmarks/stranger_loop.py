@@ -45,6 +45,12 @@ def seed(number: int) -> None:
     random.seed(number)
 
 
+def outside(loss: Any) -> list[nn.Module]:
+    """Networks that a loss holds beside the model."""
+    cells = getattr(loss, "__closure__", None) or ()
+    return [cell.cell_contents for cell in cells if isinstance(cell.cell_contents, nn.Module)]
+
+
 class Seen:
     """What one step made: loss, gradients before the update, buffers after it."""
 
@@ -94,6 +100,8 @@ def apart(expected: Seen, found: Seen) -> tuple[float, float]:
     """Relative L2 error of all gradients, and of the worst tensor."""
     if expected.gradients.keys() != found.gradients.keys():
         return float("inf"), float("inf")
+    if not all(bool(torch.isfinite(g).all()) for g in found.gradients.values()):
+        return float("inf"), float("inf")  # NaN would compare as nothing
     norm = sum(float(g.norm()) ** 2 for g in expected.gradients.values()) ** 0.5
     total, worst = 0.0, 0.0
     for name, plain in expected.gradients.items():
@@ -171,12 +179,20 @@ class PerExample(TorchFunctionMode):
         return out
 
 
-def by_example(loss: Any) -> Any:
-    """The loss, with draws that do not depend on which examples run together."""
+def _position(part: Tensor, whole: Tensor) -> int:
+    """Of a part's first row in the batch, by value: a part may be a cast copy."""
+    taken = whole.to(part.dtype)
+    places = range(len(whole) - len(part) + 1)
+    return next((i for i in places if torch.equal(taken[i : i + len(part)], part)), 0)
+
+
+def by_example(loss: Any, whole: Any) -> Any:
+    """The loss, with draws that do not depend on which examples of a batch run together."""
+    rows = next(t for t in leaves(whole) if t.dim())
 
     def wrapped(model: nn.Module, batch: Any) -> Tensor:
         first = next(t for t in leaves(batch) if t.dim())
-        start = first.storage_offset() // max(first.stride(0), 1)
+        start = _position(first, rows)
         host = random.getstate(), np.random.get_state()[1:3]
         with PerExample(start, first.shape[0]):
             value: Tensor = loss(model, batch)

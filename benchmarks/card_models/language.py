@@ -144,6 +144,7 @@ LANGUAGE = (
     Subject("llama-1b-bf16", "language", _of("Llama", _LLAMA_1B, (2, 2048), dtype=BF16), FUSED),
     Subject("llama-1b", "language", _of("Llama", _LLAMA_1B, (2, 2048))),
     Subject("llama-8b-bf16", "language", _of("Llama", _LLAMA_8B, (1, 2048), dtype=BF16), FUSED),
+    Subject("llama-8b-8x", "language", _of("Llama", _LLAMA_8B, (8, 2048), dtype=BF16), FUSED),
     Subject("llama-1b-lora", "LoRA", _lora("Llama", _LLAMA_1B, (4, 2048))),
     Subject("qwen2-0.5b", "language", _of("Qwen2", _QWEN, (8, 1024))),
     Subject("qwen2-autocast", "autocast",

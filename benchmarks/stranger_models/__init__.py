@@ -8,10 +8,14 @@ from .kinds import KINDS
 from .language import LANGUAGE
 from .losses import LOSSES
 from .perception import PERCEPTION
+from .stateful import STATEFUL
+from .steps import STEPS
 from .untraced import UNTRACED
+from .unusual import UNUSUAL
 
 __all__ = ["KINDS", "STRANGERS", "Stranger"]
 
 STRANGERS: dict[str, Stranger] = {
-    s.name: s for s in (*LANGUAGE, *PERCEPTION, *HANDWRITTEN, *UNTRACED, *LOSSES)
+    s.name: s
+    for s in (*LANGUAGE, *PERCEPTION, *HANDWRITTEN, *UNTRACED, *LOSSES, *STEPS, *UNUSUAL, *STATEFUL)
 }
