@@ -50,8 +50,8 @@ def _verb(verb: Any) -> list[str]:
         shown = "" if option.default in (None, False, ()) or callable(option.default) else (
             f"`{option.default}`")  # fmt: skip
         rows.append((names, "required" if option.required else shown, option.help or ""))
-    table = ["| | default | |", "|---|---|---|"]
-    table += [f"| {name} | {default} | {_cell(text)} |" for name, default, text in rows]
+    table = ["| option | means | default |", "|---|---|---|"]
+    table += [f"| {name} | {_cell(text)} | {default} |" for name, default, text in rows]
     parts.append("\n".join(table))
     examples = re.findall(r"`([^`]+)`", str(verb.epilog or ""))
     if examples:

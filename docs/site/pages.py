@@ -1,13 +1,19 @@
 """Pages of the site that stand elsewhere in the repository, and links to files beside `docs/`.
 
-READMEs (of techniques, benchmarks, results, …) and tutorials become pages; any other file that a
-page links to is copied into the site, of a folder the list of its files, so that no link is dead.
+READMEs (of techniques, benchmarks, results, …) become pages. So do tutorials: they run here, and
+the page shows their output. Any other file that a page links to is copied into the site, and of a
+folder the list of its files, so that no link is dead.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import posixpath
 import re
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +53,11 @@ def on_files(files: Files, config: Any) -> Files:
         old = files.get_file_from_path(path.removeprefix("docs/"))
         if old is not None:
             files.remove(old)
-        text = (ROOT / path).read_text(encoding="utf-8")
-        content = _tutorial(text) if path.endswith(".py") else text
+        content, pictures = (ROOT / path).read_text(encoding="utf-8"), {}
+        if path.endswith(".py"):
+            content, pictures = _tutorial(ROOT / path)
+        for name, picture in pictures.items():
+            files.append(File.generated(config, f"tutorials/{name}", content=picture))
         made = File.generated(config, page, content=content)
         if path not in _IN_NAVIGATION:
             made.inclusion = made.inclusion.NOT_IN_NAV
@@ -116,13 +125,34 @@ def _repository_path(page: str, target: str) -> str | None:
     return found if (ROOT / found).exists() and found != "docs/command-line.md" else None
 
 
-def _tutorial(text: str) -> str:
-    """Cells of a script as a page: words as they are, code in blocks."""
-    parts = []
-    for cell in re.split(r"^# %%", text, flags=re.MULTILINE)[1:]:
-        head, _, body = cell.partition("\n")
-        if "[markdown]" in head:
-            parts.append(re.sub(r"^# ?", "", body.strip(), flags=re.MULTILINE))
-        elif body.strip():
-            parts.append(f"```python\n{body.strip()}\n```")
-    return "\n\n".join(parts) + "\n"
+def _tutorial(path: Path) -> tuple[str, dict[str, str]]:
+    """A script as a page: words as they are, code in blocks with its output; its pictures."""
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            [sys.executable, str(Path(__file__).with_name("cells.py")), str(path)],
+            cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+            stdout=subprocess.PIPE, text=True, check=True,
+        )  # fmt: skip
+    parts, pictures = [], {}
+    for cell in json.loads(done.stdout):
+        if "words" in cell:
+            parts.append(cell["words"])
+            continue
+        parts.append(f"```python\n{cell['code']}\n```")
+        if cell["printed"]:
+            parts.append(f"```{{.text .output}}\n{cell['printed'].rstrip()}\n```")
+        for name, picture in cell["pictures"].items():
+            pictures[f"{path.stem}-{name}"] = picture
+            parts.append(f"![{name}]({path.stem}-{name})")
+    return "\n\n".join(parts) + "\n", pictures
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Keep a command-line flag in one line: browsers break after its hyphens."""
+    return re.sub(
+        r"(<code>)([^<]*--[^<]*)(</code>)",
+        lambda m: (
+            m[1] + re.sub(r"(?<![\w-])--[\w-]+", r'<span class="flag">\g<0></span>', m[2]) + m[3]
+        ),
+        html,
+    )

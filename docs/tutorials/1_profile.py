@@ -43,7 +43,7 @@ def loss(model, tokens):
 model, tokens = Language(), torch.randint(5_000, (16, 65))
 
 # %% [markdown]
-# `accounting="device"` asks for what PyTorch's allocator will show. The device need not be there:
+# `accounting="device"` asks for what PyTorch's allocator will show. You need no GPU for it:
 # `device="cuda"` works on a laptop.
 
 # %%
@@ -53,7 +53,7 @@ print(f"peak in the {profile.peak_phase} pass, at {profile.peak_operation}")
 
 # %% [markdown]
 # The peak is where the loss is computed: 1,024 positions times 5,000 words. Which modules hold
-# most at that instant? A notebook draws the profile by itself; a script writes it.
+# most at that instant? A notebook draws the profile by itself; a script writes a file.
 
 # %%
 for module, nbytes in list(profile.bytes_by_module.items())[:4]:
@@ -61,7 +61,7 @@ for module, nbytes in list(profile.bytes_by_module.items())[:4]:
 profile.plot("profile.svg")
 
 # %% [markdown]
-# Is it true? `ss.measure` runs a real step and follows every tensor.
+# Check the prediction: `ss.measure` runs a real step and follows every tensor.
 
 # %%
 optimizer = torch.optim.AdamW(model.parameters())
@@ -70,8 +70,8 @@ print(f"predicted {profile.peak_bytes:,} bytes, measured {measured.peak_bytes:,}
 assert abs(profile.peak_bytes / measured.peak_bytes - 1) < 0.01
 
 # %% [markdown]
-# What would shrink it? Techniques can be tried in the same call. The logits are the peak, so
-# computing the loss in chunks helps most.
+# Now shrink it. The same call takes techniques to try. The logits are the peak, so computing the
+# loss in chunks helps most.
 
 # %%
 for technique in (ss.Checkpointing("residual-1"), ss.ChunkedLoss(), ss.OptimizerState(8)):

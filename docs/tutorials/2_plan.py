@@ -32,26 +32,27 @@ plan = ss.plan(model, batch, **given, budget="100 MB", allow="lossless")
 print(plan)
 
 # %% [markdown]
-# How to read it. The first line is the plan in short, its peak and its operations. The second says
-# what the budget was, what is predicted, and what plain training takes. The third is time. Then
-# there is one row for each technique: its setting, how close it is to plain training, and why it
-# is there. `cheap` means that cheap outputs of a block are recomputed; `keep` that all is kept.
+# The first line is the plan in short, with its peak and its operations. The second has the budget,
+# the predicted peak and the peak of plain training, the third the time. Each row below is one
+# technique: its setting, how close it stays to plain training, and why the planner took it.
 
 # %%
-print(f"{plan.plain.peak_bytes / 1e6:.0f} MB plain, {plan.predicted.peak_bytes / 1e6:.0f} planned")
+plain, planned = plan.plain.peak_bytes / 1e6, plan.predicted.peak_bytes / 1e6
+print(f"{plain:.0f} MB plain, {planned:.0f} MB planned")
 for choice in plan.choices:
     print(f"{choice.part}: {choice.setting} ({choice.kind}), because {choice.why}")
 plan.plot("plan.svg")
 
 # %% [markdown]
-# Less memory costs more time. The front of a plan has its neighbors.
+# Less memory costs more time. `plan.front` has the plans for somewhat less and more memory.
 
 # %%
 for point in plan.front:
-    print(f"{point.peak_bytes / 1e6:6.1f} MB  {point.seconds / plan.plain.seconds:.2f}x time")
+    slower = point.seconds / plan.plain.seconds
+    print(f"{point.peak_bytes / 1e6:6.1f} MB  {slower:.2f}x time")
 
 # %% [markdown]
-# Too small a budget is an error that names the smallest one, and what to allow to get lower.
+# If no plan fits, the error names the smallest budget that works, and what to allow to get lower.
 
 # %%
 try:
@@ -68,5 +69,6 @@ except ss.BudgetError as error:
 step = ss.apply(plan, model, optimizer, loss=loss)
 for _ in range(3):
     value = step(batch)
-print(f"loss {float(value):.3f}, measured {step.measured.peak_bytes / 1e6:.1f} MB of 100 MB")
+measured = step.measured.peak_bytes
+print(f"loss {float(value):.3f}, measured {measured / 1e6:.1f} MB of 100 MB")
 assert step.measured.peak_bytes <= plan.budget_bytes

@@ -41,7 +41,7 @@ assert certificate.ok
 
 # %% [markdown]
 # A mistake is caught. This loss is a sum over the batch divided by a fixed 16, so microbatches of
-# 4 that are told to weigh it as a mean get gradients that are four times too small.
+# 4 that weight it as a mean get gradients that are four times too small.
 
 
 # %%
@@ -56,8 +56,8 @@ print(wrong)
 assert not wrong.ok
 
 # %% [markdown]
-# Left to itself, `Microbatching(4)` tests the loss, finds that it is a sum, and is right. Nothing
-# of the model or the optimizer has changed: `verify` works on copies.
+# Without `units`, `Microbatching(4)` tests the loss, finds that it is a sum, and is right.
+# Model and optimizer have not changed: `verify` works on copies.
 
 # %%
 right = ss.verify([ss.Microbatching(4)], model, batches, loss=summed, optimizer=optimizer)

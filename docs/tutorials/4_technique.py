@@ -90,7 +90,7 @@ print(certificate)
 assert certificate.ok
 
 # %% [markdown]
-# The planner knows it now. A package of yours would register it by an entry point:
+# The planner knows the technique now. Your own package registers it by an entry point:
 # `docs/adding-a-technique.md` has the two lines, and the rest of the contract.
 
 # %%
