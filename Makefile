@@ -27,9 +27,10 @@ CALLS ?= 100
 POINTS ?= 40
 DISKS ?= 5
 SIGNALS ?= 10
+SHARED ?= 3
 chaos: $(STAMP)
 	KILLS=$(KILLS) FUZZ=$(FUZZ) CALLS=$(CALLS) POINTS=$(POINTS) DISKS=$(DISKS) \
-	SIGNALS=$(SIGNALS) $(BIN)/python -m pytest tests/chaos
+	SIGNALS=$(SIGNALS) SHARED=$(SHARED) $(BIN)/python -m pytest tests/chaos
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

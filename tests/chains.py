@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from shoestring.step.trace_step import capture_step
+from shoestring.step.trace_step import trace_plan
 from shoestring.techniques import Checkpointing
 from shoestring.techniques.checkpointing.block_chain import estimate_chain
 from shoestring.techniques.checkpointing.stages import Chain
@@ -28,7 +28,7 @@ def chain_of(
 
     def trace_step(plan: Plan, *, optimizer: Any = None, **more: Any) -> Trace:
         given = {"loss": loss, "optimizer": optimizer, "device": device}
-        return capture_step(plan, model, batch, **given, **more)
+        return trace_plan(plan, model, batch, **given, **more)
 
     plan = Plan(techniques)
     given = {"plan": plan, "optimizer": optimizer, **others}

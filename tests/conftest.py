@@ -9,7 +9,7 @@ import pytest
 
 # Tests run beside each other, and threads that wait for a core that another test has spin: the
 # training that a test starts as a process took twice as long with two.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["OMP_NUM_THREADS"] = "1"
 
 _WORKSPACES = ("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE")
 _GIVEN = {name: os.environ.get(name) for name in _WORKSPACES}
@@ -36,8 +36,14 @@ _LISTED = frozenset((Path(__file__).parent / "slow_tier.txt").read_text().splitl
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What is listed is slow, as if it were marked."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What is listed is slow, as if it were marked; a name that is no longer there is an error."""
     for item in items:
         if item.nodeid in _LISTED:
             item.add_marker(pytest.mark.slow)
+    if not any("::" in given for given in config.args):  # files are collected whole
+        names = {item.nodeid for item in items}
+        files = {name.partition("::")[0] for name in names}
+        gone = [n for n in sorted(_LISTED - names) if n.partition("::")[0] in files]
+        if gone:
+            raise pytest.UsageError(f"tests/slow_tier.txt lists tests that are not there: {gone}")

@@ -1,4 +1,5 @@
 import pickle
+import traceback
 import warnings
 
 import pytest
@@ -13,6 +14,7 @@ from shoestring.errors import (
     TrainingStopped,
     UnknownOperationWarning,
     VerificationError,
+    did_you_mean,
     render,
 )
 
@@ -32,6 +34,17 @@ def test_every_error_is_of_the_family_and_knows_its_exit_status(kind, status):
     error = kind("it broke")
     assert isinstance(error, ShoestringError)
     assert error.exit_status == status
+
+
+def test_a_traceback_shows_the_hint():
+    error = InputError("it broke", hint="mend it")
+    assert traceback.format_exception(error)[-1] == "hint: mend it\n"
+    assert error.__notes__ == pickle.loads(pickle.dumps(error)).__notes__
+
+
+def test_a_hint_names_what_is_close():
+    assert did_you_mean("losless", ["near", "lossless"]) == "did you mean lossless?"
+    assert did_you_mean("x", ["near", "lossless"]) == "one of near, lossless"
 
 
 def test_only_input_errors_are_value_errors():

@@ -17,6 +17,12 @@ OURS = re.compile(
     r"made again|makes? .{0,20} again\b|stand-in|\btwins?\b|\b(?:is|are) no (?!more|less)"
 )
 """Recompute, placeholder or copy, "is not a": docs/glossary.md."""
+IN_CODE = re.compile(
+    r"\b(?:made|makes?|runs?) again\b|stand-in|[Tt]wins?\b|\bonce more\b"
+    r'|(?<![Tt]here )\b(?:is|are) no (?!more|less|longer)|^\s*(?:"""|# )?What [^?\n]*$|help="What ',
+    re.M,
+)
+"""Words of docstrings, comments and messages that a reader has to read twice."""
 
 
 def texts() -> dict[str, str]:
@@ -40,6 +46,15 @@ def test_spelling(name):
                                   "shoestring --help"])  # fmt: skip
 def test_words_of_the_field(name):
     found = [m[0] for m in OURS.finditer(texts()[name]) if not m[0].startswith("there ")]
+    assert not found
+
+
+def test_words_of_the_code():
+    found = [
+        f"{path.relative_to(ROOT)}: {match[0].strip()}"
+        for path in sorted((ROOT / "src").rglob("*.py"))
+        for match in IN_CODE.finditer(path.read_text(encoding="utf-8"))
+    ]
     assert not found
 
 

@@ -218,3 +218,15 @@ def test_links_lead_somewhere(page: Path) -> None:
             headings = re.findall(r"^#+ (.*)$", linked.read_text(encoding="utf-8"), re.MULTILINE)
             slugs = [re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings]
             assert heading in slugs, f"{page.name} → {target}"
+
+
+@pytest.mark.parametrize(
+    "page", [*PAGES, *(ROOT / "src").rglob("README.md")], ids=lambda p: str(p.relative_to(ROOT))
+)
+def test_files_that_pages_name_exist(page):
+    named = re.findall(
+        r"`([\w./-]+/[\w.-]+\.(?:py|toml|csv|json|txt|md))`", page.read_text(encoding="utf-8")
+    )
+    places = (ROOT, ROOT / "src", ROOT / "src/shoestring", ROOT / "tests", page.parent)
+    missing = [n for n in named if not any((p / n).exists() for p in places) and "NAME" not in n]
+    assert not missing

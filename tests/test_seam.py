@@ -25,6 +25,7 @@ OURS = (
     "gradient_release",
     "offload",
     "activation_bits",
+    "activation_offload",
 )
 
 

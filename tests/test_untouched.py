@@ -356,3 +356,25 @@ def test_sixteen_bits_do_not_leave_a_wrappers_step_out() -> None:
     world = World(Wrapped)
     with pytest.raises(InputError, match=r"step of\s+Wrapped"):
         ss.apply([Precision("bf16")], world.model, world.optimizer, loss=World.plain_of)
+
+
+def test_lists_within_what_a_loss_refers_to_are_put_back() -> None:
+    """As trainers note values: an object, its modes, their names, a list for each."""
+
+    class Trainer:
+        def __init__(self) -> None:
+            self.metrics: dict[str, Any] = {"train": {"accuracy": []}}
+
+        def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+            self.metrics["train"]["accuracy"].append(1.0)
+            return model(batch).mean()
+
+    trainer = Trainer()
+    passes = lambda *given: trainer.loss(*given)  # noqa: E731
+    model = nn.Linear(4, 4)
+    step = ss.apply(
+        [ss.Microbatching(2)], model, torch.optim.SGD(model.parameters()),
+        loss=lambda *given: passes(*given),
+    )  # fmt: skip
+    step(torch.randn(4, 4))
+    assert trainer.metrics["train"]["accuracy"] == [1.0, 1.0]  # of two microbatches, not of tests

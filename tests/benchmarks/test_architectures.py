@@ -34,15 +34,6 @@ architectures = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Keep steps this small from waiting on each other's threads where cores are shared."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(autouse=True)
 def seed() -> Iterator[None]:
     """Draw the same weights and batches every time."""
