@@ -84,6 +84,18 @@ def test_no_fp16_where_gradients_are_infinite_at_any_scale() -> None:
     assert runs_in(context(net(), by_square), torch.float16)
 
 
+def test_no_fp16_where_only_the_whole_loss_overflows() -> None:
+    """The CPU sums a cross-entropy in FP16: too many pixels for 65,504, though four are not."""
+
+    def by_pixel(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        scores = model(x).reshape(len(x), 2, 32).repeat(1, 1, 64)
+        labels = torch.zeros(len(x), 2048, dtype=torch.long)
+        return nn.functional.cross_entropy(scores, labels)
+
+    assert not runs_in(context(net(), by_pixel), torch.float16)
+    assert runs_in(context(net(), by_pixel), torch.bfloat16)
+
+
 def test_no_16_bits_beside_a_network_in_fp32_that_the_loss_holds() -> None:
     judge = net().requires_grad_(False)
     given = context(net(), lambda model, x: judge(model(x)).square().mean())

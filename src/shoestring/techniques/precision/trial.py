@@ -3,7 +3,9 @@
 Fake tensors know shapes and types, and not which kernels there are: torch.cdist has none in 16 bits
 on the CPU. A plan with it would fail in its first step. Nor do they know what overflows: the CPU
 keeps a normalization's 1 / deviation in FP16 there, which is infinite for a row of zeros and an
-epsilon of 1e-12. No loss scale helps, and every update would be skipped.
+epsilon of 1e-12. No loss scale helps, and every update would be skipped. The same holds for a loss
+that is summed in FP16 over more elements than 65,504 has room for: a few examples do not show it,
+so the forward pass runs once more over the whole batch, saving nothing for backward.
 """
 
 from __future__ import annotations
@@ -55,7 +57,9 @@ def runs_in(context: Context, kind: torch.dtype) -> bool:
                 value = loss(lowered, few)
                 if half:
                     value.backward()
-                    return _is_finite(lowered) or not _is_finite_in_its_own(context)
+                    if not _is_finite(lowered):
+                        return not _is_finite_in_its_own(context)
+                    return _whole_loss_is_finite(context, lowered)
         except InputError:
             return False
         except Exception:  # of memory, or of something that is not about the type
@@ -83,6 +87,19 @@ def _is_finite(model: nn.Module) -> bool:
     """All gradients."""
     gradients = (p.grad for p in model.parameters() if p.grad is not None)
     return all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
+
+
+def _whole_loss_is_finite(context: Context, lowered: nn.Module) -> bool:
+    """The FP16 loss over the whole batch, if the CPU computes it: CUDA sums losses in FP32."""
+    assert context.loss is not None
+    if next(lowered.parameters()).device.type != "cpu":
+        return True
+    whole = map_tensors(lambda t: _cast(t, torch.float16), context.batch)
+    with torch.no_grad():
+        if bool(torch.isfinite(context.loss(lowered, whole)).all()):
+            return True
+        own = copy.deepcopy(context.model)
+        return not bool(torch.isfinite(context.loss(own, context.batch)).all())
 
 
 def _is_finite_in_its_own(context: Context) -> bool:
