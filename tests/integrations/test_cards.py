@@ -143,6 +143,26 @@ def test_lora_and_four_bits(llama: str) -> None:
     assert roles["model"] < 0.7 * sum(p.nbytes for p in whole.parameters())
 
 
+def test_a_configuration_says_how_its_weights_are_stored(llama: str, tmp_path: Path) -> None:
+    """Folders saved with a quantization were sized as if they had none."""
+    pytest.importorskip("peft", reason="needs peft")
+    held = json.loads((Path(llama.removeprefix("hf:")) / "config.json").read_text())
+
+    def folder(**said: Any) -> str:
+        (tmp_path / "config.json").write_text(json.dumps({**held, "quantization_config": said}))
+        return f"hf:{tmp_path}"
+
+    four = folder(quant_method="bitsandbytes", load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    adapted, _ = Configured(four, lora="r=4").build()
+    assert any(isinstance(m, Nf4Linear) for m in adapted.modules())
+    with pytest.raises(ss.InputError, match="do not train"):
+        Configured(four).build()
+    with pytest.raises(ss.InputError, match="quantized by gptq"):
+        Configured(folder(quant_method="gptq", bits=4), lora="r=4").build()
+    with pytest.raises(ss.InputError, match="8 bits"):
+        Configured(folder(quant_method="bitsandbytes", load_in_8bit=True), lora="r=4").build()
+
+
 def test_four_bits_train_as_they_are_sized() -> None:
     """Nothing of the whole weight is kept between the passes; gradients pass through."""
     plain = torch.nn.Linear(64, 128)

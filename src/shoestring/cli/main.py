@@ -409,6 +409,11 @@ def verify(
         made = make_optimizer(None if name == "none" else name, target.model, {})
         if made is None:
             raise InputError("verify trains, which takes an optimizer", hint="such as sgd")
+        if plan is None and against is None and not techniques:
+            raise InputError(
+                "there is nothing to verify: no plan, technique or other model is given",
+                hint="--plan plan.toml, a technique such as --checkpoint 'residual-2*', or --against",
+            )
         other = None
         if against is not None:
             other = resolve(against, input or (), batch=batch, loss=loss, real=True).model

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..errors import InputError
+
 BLOCK, SCALES_BLOCK = 64, 256
 
 
@@ -48,6 +50,27 @@ class _Multiply(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         (gradient,) = gradients
         return gradient @ ctx.packed.new_empty(ctx.shape, dtype=gradient.dtype), None, None, None
+
+
+def quantization_of(config: Any, name: str) -> str | None:
+    """How a configuration says its weights are stored: "nf4", or None for whole numbers.
+
+    `from_pretrained` would load them so, in a fraction of the bytes. Stores whose bytes are not
+    known here are refused: weights of full size would be predicted without a word.
+    """
+    given = getattr(config, "quantization_config", None)
+    if not given:
+        return None
+    said = given if isinstance(given, dict) else getattr(given, "to_dict", dict)()
+    if said.get("load_in_4bit") or said.get("_load_in_4bit"):
+        return "nf4"
+    method = said.get("quant_method") or "a method it does not name"
+    if said.get("load_in_8bit") or said.get("_load_in_8bit"):
+        method = "bitsandbytes in 8 bits"
+    raise InputError(
+        f"{name} is quantized by {getattr(method, 'value', method)}, whose sizes are not known",
+        hint="take quantization_config out of config.json; --quantize nf4 is known",
+    )
 
 
 def quantize_linear(model: nn.Module, dtype: torch.dtype) -> None:
