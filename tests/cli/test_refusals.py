@@ -135,6 +135,14 @@ def test_batchnorm_over_one_example_is_one_line(here, size):
     assert found.refused and "more than 1 value per channel" in found.err
 
 
+@pytest.mark.parametrize("size", [1, 4])  # a part of one, and a rest of one of nine
+def test_training_batchnorm_over_one_example_is_one_line(here, tmp_path, size):
+    before = listed(tmp_path)
+    found = call("train", "odd_models:good", *DIGITS, "--microbatch", size, "--out", "run")
+    assert found.refused and "more than 1 value per channel" in found.err
+    assert listed(tmp_path) == before
+
+
 def test_the_reason_of_an_eoferror_is_not_lost(here, monkeypatch):
     """Typer takes one for the end of its own input, and said "stopped"."""
     import shoestring.lab.runs.command as command
