@@ -11,10 +11,11 @@ make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
 
 
 class TracingMode(TorchDispatchMode):
-    """One that sees every operation of a traced step, in which nothing is compiled.
+    """One that sees every operation, and is called without a detour.
 
     PyTorch wraps modes so that they are never compiled, and passes through the wrapper with every
-    operation. Where `_should_skip_dynamo` is gone, modes are slower and no different.
+    operation. Under a mode torch.compile compiles nothing anyway: compiled functions run as they
+    are written. Where `_should_skip_dynamo` is gone, modes are slower and no different.
     """
 
     @classmethod

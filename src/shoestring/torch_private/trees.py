@@ -10,6 +10,8 @@ def tensor_leaves(given: Any) -> list[torch.Tensor]:
     """All tensors; the short way for those of an operation's arguments or results."""
     if isinstance(given, torch.Tensor):
         return [given]
+    if type(given) is dict:
+        given = tuple(given.values())
     if type(given) not in (list, tuple):
         return [leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)]
     found: list[torch.Tensor] = []

@@ -14,7 +14,7 @@ from torch.optim.optimizer import (
 from ..torch_private.autograd import current_node
 from ..torch_private.dispatch import TracingMode, without_modes
 from ..torch_private.fake_tensors import FakeTensor, FakeTensorMode
-from ..torch_private.trees import tree_leaves, tree_map
+from ..torch_private.trees import tensor_leaves, tree_map
 from .answers import PACKS, Answers, Reads, given, is_question, writes_masked
 from .draws import is_single_draw, pinned
 from .grouped import grouped_product
@@ -124,7 +124,7 @@ class Outside(TracingMode):
         written = func._schema.is_mutable
         if FakeTensor in types or (not written and (not func.is_view or func in _LIFTS)):
             return run(func, args, kwargs)
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        tensors = tensor_leaves((args, kwargs))
         if not tensors:
             return run(func, args, kwargs)
         if written:

@@ -17,6 +17,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -25,9 +26,9 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..errors import InputError
-from ..torch_private.dispatch import TorchDispatchMode, without_modes
+from ..torch_private.dispatch import TracingMode, without_modes
 from ..torch_private.fake_tensors import FakeTensor
-from ..torch_private.trees import tree_leaves
+from ..torch_private.trees import tensor_leaves
 from .attributes import held_by, put_back
 from .fakes import same_random_streams
 from .reached import Reached
@@ -101,7 +102,7 @@ def _put_back_optimizer(optimizer: Any, held: Any) -> None:
         group.update(content)
 
 
-class Untouched(TorchDispatchMode):
+class Untouched(TracingMode):
     """Copies what is there before it is written, and puts it back on leaving.
 
     `ours` are models and tensors of the trial itself, which may change.
@@ -143,15 +144,14 @@ class Untouched(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.is_leaf:
+        for leaf in tensor_leaves((args, kwargs)):
+            if leaf.requires_grad and leaf.is_leaf:
                 self._look_at(leaf)
         for tensor in _written(func, args, kwargs):
             self._save(tensor)
         out = func(*args, **kwargs)
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, torch.Tensor):
-                self._made(leaf, args, kwargs)
+        for leaf in tensor_leaves(out):
+            self._made(leaf, args, kwargs)
         return out
 
     def _look_at(self, leaf: torch.Tensor) -> None:
@@ -171,8 +171,7 @@ class Untouched(TorchDispatchMode):
         key = _key(tensor)
         if key is None or key in self._known or key in self._copies:
             return
-        given = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
-        if all(_key(leaf) != key for leaf in given):
+        if all(_key(leaf) != key for leaf in tensor_leaves((args, kwargs))):
             self._note(tensor)
 
     def _note(self, tensor: torch.Tensor) -> None:
@@ -194,7 +193,7 @@ def _key(tensor: torch.Tensor) -> int | None:
         return None
 
 
-class NotWritten(TorchDispatchMode):
+class NotWritten(TracingMode):
     """Within: an operation that would write to one of these storages raises InputError instead."""
 
     def __init__(self, storages: Collection[int]) -> None:
@@ -226,12 +225,20 @@ def storages_now() -> frozenset[int]:
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    for position, name in _writes(func):
+        yield from tensor_leaves(args[position] if position < len(args) else kwargs.get(name))
+
+
+@cache
+def _writes(func: Any) -> tuple[tuple[int, str], ...]:
+    """Which of an operation's arguments it writes to: places and names."""
     normalizes = "batch_norm" in func._opname
-    for position, argument in enumerate(func._schema.arguments):
-        given = args[position] if position < len(args) else kwargs.get(argument.name)
-        writes = argument.alias_info is not None and argument.alias_info.is_write
-        if writes or (normalizes and argument.name in _RUNNING):
-            yield from (leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor))
+    return tuple(
+        (position, argument.name)
+        for position, argument in enumerate(func._schema.arguments)
+        if (argument.alias_info is not None and argument.alias_info.is_write)
+        or (normalizes and argument.name in _RUNNING)
+    )
 
 
 def hooks_of(model: nn.Module) -> list[Callable[..., Any]]:

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..torch_private.dispatch import TorchDispatchMode
-from ..torch_private.trees import tree_map
+from ..torch_private.dispatch import TracingMode
+from ..torch_private.trees import tensor_leaves, tree_map
 from .batches import map_tensors
 
 _WIDER = {
@@ -46,7 +46,7 @@ def wide_batch(batch: Any) -> Any:
     return map_tensors(widened, batch)
 
 
-class Wide(TorchDispatchMode):
+class Wide(TracingMode):
     """Types that a model asks for become FP64, and so do tensors that others hold."""
 
     narrowed: str | None = None
@@ -60,7 +60,8 @@ class Wide(TorchDispatchMode):
             kwargs["dtype"] = _WIDER[kwargs["dtype"]]
         if func._schema.is_mutable or func.is_view:
             return func(*args, **kwargs)
-        args, kwargs = tree_map(_cast, (args, kwargs))
+        if any(tensor.dtype in _WIDER for tensor in tensor_leaves((args, kwargs))):
+            args, kwargs = tree_map(_cast, (args, kwargs))
         try:
             return func(*args, **kwargs)
         except RuntimeError as error:

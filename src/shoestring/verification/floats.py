@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from ..torch_private.dispatch import TorchDispatchMode
-from ..torch_private.trees import tree_leaves
+from ..torch_private.dispatch import TracingMode
+from ..torch_private.trees import tensor_leaves
 
 
 def computed_kinds(run: Callable[[], Any]) -> set[torch.dtype]:
@@ -20,7 +20,7 @@ def computed_kinds(run: Callable[[], Any]) -> set[torch.dtype]:
     return seen.kinds
 
 
-class _Seen(TorchDispatchMode):
+class _Seen(TracingMode):
     def __init__(self) -> None:
         super().__init__()
         self.kinds: set[torch.dtype] = set()
@@ -30,7 +30,7 @@ class _Seen(TorchDispatchMode):
     ) -> Any:
         made = func(*args, **(kwargs or {}))
         if not getattr(func, "is_view", False):  # a slice of a batch in 16 bits computes nothing
-            self.kinds |= {leaf.dtype for leaf in tree_leaves(made) if torch.is_tensor(leaf)}
+            self.kinds |= {leaf.dtype for leaf in tensor_leaves(made)}
         return made
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from ..errors import InputError
-from ..torch_private.dispatch import TorchDispatchMode
-from ..torch_private.trees import tree_leaves
+from ..torch_private.dispatch import TracingMode
+from ..torch_private.trees import tensor_leaves
 from .distance import RoundingNoise
 from .sides import Plain, Trained
 
@@ -17,7 +17,7 @@ _BITS = {"fp16": 11, "bf16": 8}
 EPSILON = {kind: 2.0 ** (1 - bits) for kind, bits in _BITS.items()}
 
 
-class Rounded(TorchDispatchMode):
+class Rounded(TracingMode):
     """Rounds what every operation makes to so many bits, and overflows nowhere.
 
     `seed` rounds up or down at random, as often as the number is near: another sample.
@@ -35,8 +35,8 @@ class Rounded(TorchDispatchMode):
         made = func(*args, **(kwargs or {}))
         if func.is_view:
             return made
-        for leaf in tree_leaves(made):
-            if isinstance(leaf, torch.Tensor) and leaf.dtype in (torch.float32, torch.float64):
+        for leaf in tensor_leaves(made):
+            if leaf.dtype in (torch.float32, torch.float64):
                 rounded_(leaf, self._bits, self._noise)
         return made
 

@@ -16,8 +16,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...torch_private.autograd import runs_backward
-from ...torch_private.dispatch import TorchDispatchMode
-from ...torch_private.trees import tree_leaves
+from ...torch_private.dispatch import TracingMode
+from ...torch_private.trees import tensor_leaves
 
 _aten = torch.ops.aten
 _SHUFFLES = ("randperm",)
@@ -39,7 +39,7 @@ class Draw:
     """Of whole numbers."""
 
 
-class _Random(TorchDispatchMode):
+class _Random(TracingMode):
     """Sees every operation that draws."""
 
     def __init__(self) -> None:
@@ -210,8 +210,7 @@ def _states(own: torch.Generator | None, args: Any, kwargs: Any) -> tuple[bytes,
     if own is not None:
         return (own.get_state().numpy().tobytes(),)
     made = [torch.get_rng_state().numpy().tobytes()]
-    given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-    devices = {t.device for t in given if t.is_cuda}
+    devices = {t.device for t in tensor_leaves((args, kwargs)) if t.is_cuda}
     if "device" in kwargs and kwargs["device"] is not None:
         named = torch.device(kwargs["device"])
         devices |= {named} if named.type == "cuda" else set()

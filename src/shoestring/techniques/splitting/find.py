@@ -106,15 +106,25 @@ def find_units(model: nn.Module, batch: Any, loss: Loss, *, light: bool = False)
         found, reads = _tested(model, cut(batch, 0, EXAMPLES_TRIED), loss, light)
         if examples > EXAMPLES_TRIED and (found.splits is None or (found.splits and reads)):
             # It runs on batches of this size alone, or what it reads decides what it does.
-            whole, _ = _tested(model, batch, loss, light or bool(found.splits), whole=True)
+            known = [found.units] if found.splits else None
+            whole, _ = _tested(model, batch, loss, light or bool(found.splits), known, whole=True)
             found = whole if whole.splits is not None else found
         return found
 
 
 def _tested(
-    model: nn.Module, batch: Any, loss: Loss, light: bool, *, whole: bool = False
+    model: nn.Module,
+    batch: Any,
+    loss: Loss,
+    light: bool,
+    known: list[str | Units] | None = None,
+    *,
+    whole: bool = False,
 ) -> tuple[SplitFound, bool]:
-    """In FP64 where the model is small and runs so, and whether the step reads values."""
+    """In FP64 where the model is small and runs so, and whether the step reads values.
+
+    `known` units were found on fewer examples: only whether this batch splits by them is asked.
+    """
     examples = examples_of(batch) or 0
     cuts = tuple(sorted({1, examples // 4, examples // 2} - {0})) if whole else CUTS
     size = sum(p.numel() * max(p.element_size(), 8) for p in model.parameters())
@@ -122,7 +132,7 @@ def _tested(
     for wide in (True, False) if size <= WIDE_BYTES else (False,):
         trial = _Trial(model, batch, loss, wide=wide, cuts=cuts)
         try:
-            return trial.found(gradients=wide or not light), trial.reads
+            return trial.found(known, gradients=wide or not light), trial.reads
         except _Failed as error:
             why = str(error)
             if whole and trial.runs and not error.large:
@@ -209,15 +219,18 @@ class _Trial:
         """Python saw values of tensors."""
         return self._seen is not None and self._seen.reads
 
-    def found(self, *, gradients: bool) -> SplitFound:
+    def found(self, known: list[str | Units] | None = None, *, gradients: bool) -> SplitFound:
         """The units by which it splits, or that there are none."""
         values = self._values(self._batch)
         assert self._seen is not None
-        read = self._labels(self._seen)
-        kept = self._confirmed([*read, EXAMPLES, SUM], values, seen=read)
-        if not kept or kept[0] not in read:  # written by hand: masks, and padding by its number
-            kept = self._confirmed([EXAMPLES, SUM, *self._masks()], values)
-        kept = self._also_repeated(kept)
+        if known is not None:
+            kept = [units for units in known if values.split_by(units)]
+        else:
+            read = self._labels(self._seen)
+            kept = self._confirmed([*read, EXAMPLES, SUM], values, seen=read)
+            if not kept or kept[0] not in read:  # written by hand: masks, padding by its number
+                kept = self._confirmed([EXAMPLES, SUM, *self._masks()], values)
+            kept = self._also_repeated(kept)
         if not kept:
             return SplitFound(EXAMPLES, False, self._reason(self._seen))
         units = kept[0]
