@@ -12,8 +12,8 @@ import pytest
 # training that a test starts as a process took twice as long with two.
 os.environ["OMP_NUM_THREADS"] = "1"
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
+import numpy as np
+import torch
 
 _WORKSPACES = ("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE")
 _GIVEN = {name: os.environ.get(name) for name in _WORKSPACES}

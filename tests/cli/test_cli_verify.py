@@ -227,8 +227,14 @@ MISTAKES = {
     f"{BUILD} --precision fp16 --steps 0": ("0 steps", "from 1"),
     f"{BUILD} --plan nowhere.toml": ("cannot read the plan nowhere.toml", "-o FILE"),
     f"{BUILD} --plan nowhere.toml --density 0.3": ("--plan and --density", "plan's file"),
-    "verify verify_factories:build --input 6x5 --precision fp16": ("failed on this batch", "training"),
-    "verify verify_factories:words --input 6x3 --precision fp16": ("failed on this batch", "training"),
+    "verify verify_factories:build --input 6x5 --precision fp16": (
+        "failed on this batch",
+        "training",
+    ),
+    "verify verify_factories:words --input 6x3 --precision fp16": (
+        "failed on this batch",
+        "training",
+    ),
     "verify dc-transformer --microbatch 50 --batch 100": ("1 × 100 tokens", "--batch"),
     "verify wrn-10-1 --input 2x4": ("wrn-10-1", "--batch"),
     BUILD: ("nothing to verify", "--plan"),

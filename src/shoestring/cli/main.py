@@ -412,7 +412,7 @@ def verify(
         if plan is None and against is None and not techniques:
             raise InputError(
                 "there is nothing to verify: no plan, technique or other model is given",
-                hint="--plan plan.toml, a technique such as --checkpoint 'residual-2*', or --against",
+                hint="--plan plan.toml, a flag such as --checkpoint 'residual-2*', or --against",
             )
         other = None
         if against is not None:
