@@ -106,7 +106,7 @@ def find_units(model: nn.Module, batch: Any, loss: Loss, *, light: bool = False)
         found, reads = _tested(model, cut(batch, 0, EXAMPLES_TRIED), loss, light)
         if examples > EXAMPLES_TRIED and (found.splits is None or (found.splits and reads)):
             # It runs on batches of this size alone, or what it reads decides what it does.
-            known = [found.units] if found.splits else None
+            known = found.units if found.splits and isinstance(found.units, str) else None
             whole, _ = _tested(model, batch, loss, light or bool(found.splits), known, whole=True)
             found = whole if whole.splits is not None else found
         return found
@@ -117,7 +117,7 @@ def _tested(
     batch: Any,
     loss: Loss,
     light: bool,
-    known: list[str | Units] | None = None,
+    known: str | None = None,
     *,
     whole: bool = False,
 ) -> tuple[SplitFound, bool]:
@@ -219,12 +219,12 @@ class _Trial:
         """Python saw values of tensors."""
         return self._seen is not None and self._seen.reads
 
-    def found(self, known: list[str | Units] | None = None, *, gradients: bool) -> SplitFound:
+    def found(self, known: str | None = None, *, gradients: bool) -> SplitFound:
         """The units by which it splits, or that there are none."""
         values = self._values(self._batch)
         assert self._seen is not None
         if known is not None:
-            kept = [units for units in known if values.split_by(units)]
+            kept = [known] if values.split_by(known) else []
         else:
             read = self._labels(self._seen)
             kept = self._confirmed([*read, EXAMPLES, SUM], values, seen=read)
