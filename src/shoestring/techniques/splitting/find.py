@@ -107,7 +107,10 @@ def find_units(model: nn.Module, batch: Any, loss: Loss, *, light: bool = False)
         if examples > EXAMPLES_TRIED and (found.splits is None or (found.splits and reads)):
             # It runs on batches of this size alone, or what it reads decides what it does.
             known = found.units if found.splits and isinstance(found.units, str) else None
-            whole, _ = _tested(model, batch, loss, light or bool(found.splits), known, whole=True)
+            light = light or bool(found.splits)
+            whole, _ = _tested(model, batch, loss, light, known, whole=True)
+            if known is not None and whole.splits is False:  # perhaps by others
+                whole, _ = _tested(model, batch, loss, light, whole=True)
             found = whole if whole.splits is not None else found
         return found
 
