@@ -287,6 +287,33 @@ def test_a_tensor_that_changed_is_named_and_not_used() -> None:
         step(torch.randn(4, 8))
 
 
+class Routed(nn.Module):
+    """A norm written out, then new tensors that are filled in place, as experts are called."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        spread = x.square().mean(-1, keepdim=True)
+        made = self.inner(x * torch.rsqrt(spread + 1e-6))
+        spread = made = F.silu(made * torch.rsqrt(made.square().mean(-1, keepdim=True) + 1e-6))
+        for _ in range(8):  # in the storages of tensors that are gone by now
+            filled = [torch.zeros(len(x), 1) for _ in range(8)]
+            for each in filled:
+                each.fill_(1.0)
+        return x + self.outer(made * filled[0])
+
+
+def test_a_tensor_that_lies_where_another_was_is_not_that_one() -> None:
+    """Within a region that keeps its inputs elsewhere, addresses come again."""
+    torch.manual_seed(0)
+    model, batch = nn.Sequential(*(Routed(16) for _ in range(3))), torch.randn(8, 16)
+    made, _ = run("[cheap]*2, cheap", model, batch)
+    plain, _ = run("keep*3", model, batch)
+    assert all(torch.equal(a, b) for a, b in zip(made, plain, strict=True))
+
+
 def test_the_modules_before_the_blocks_are_stages_unless_blocks_are_named() -> None:
     model, _ = model_of(Bottleneck)
     stem = nn.Sequential(nn.Conv2d(3, 32, 1), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 32, 1))

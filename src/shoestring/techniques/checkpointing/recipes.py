@@ -29,7 +29,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any
@@ -67,22 +67,60 @@ class _View:
         return torch.as_strided(made, self.size, self.stride, self.offset)
 
 
+class _Writes:
+    """How often storages were written through `.data`, which no version shows.
+
+    Storages have numbers: addresses come again when a storage is gone, and what hangs on them
+    would be something else by then.
+    """
+
+    def __init__(self) -> None:
+        self.counts: Counter[int] = Counter()
+        self._numbers: dict[int, tuple[int, Any]] = {}
+        self._next = itertools.count()
+
+    def number(self, tensor: torch.Tensor) -> int:
+        """Of its storage."""
+        key = _key(tensor)
+        if key not in self._numbers:
+            numbers = self._numbers
+
+            def gone(_: Any) -> None:
+                numbers.pop(key, None)
+
+            numbers[key] = next(self._next), weakref.ref(tensor.untyped_storage(), gone)
+        return self._numbers[key][0]
+
+    def of(self, tensor: torch.Tensor) -> int:
+        """Times that its storage was written so."""
+        return self.counts[self.number(tensor)]
+
+    def note(self, written: Iterable[torch.Tensor]) -> None:
+        """Count these."""
+        self.counts.update(map(self.number, written))
+
+    def forget_storages(self) -> None:
+        """Nothing more will be counted."""
+        self._numbers.clear()
+
+
 class _Kept:
     """A tensor that is kept, by the hooks that were in force outside."""
 
-    __slots__ = ("_key", "_packed", "_unpack", "_value", "_version", "_writes", "_written")
+    __slots__ = ("_number", "_packed", "_unpack", "_value", "_version", "_writes", "_written")
 
-    def __init__(self, tensor: torch.Tensor, outer: Any, writes: Counter[int]) -> None:
+    def __init__(self, tensor: torch.Tensor, outer: Any, writes: _Writes) -> None:
         self._value: torch.Tensor | None = without_node(tensor) if outer is None else None
         with keeps_inputs():
             self._packed = None if outer is None else outer[0](tensor)
         self._unpack = None if outer is None else outer[1]
         self._version = tensor._version
-        self._writes, self._key = writes, _key(tensor)
-        self._written = writes[self._key]
+        # Not by its address: where a region outside keeps it, another may lie there by now.
+        self._writes, self._number = writes, writes.number(tensor)
+        self._written = writes.counts[self._number]
 
     def value(self) -> torch.Tensor:
-        changed = self._writes[self._key] != self._written
+        changed = self._writes.counts[self._number] != self._written
         if self._value is None:  # a region's tensor can be asked for only once
             assert self._unpack is not None
             self._value = self._unpack(self._packed).detach()
@@ -114,7 +152,7 @@ class _Recipe:
         self.pinned: _Kept | None = None
         """The output itself, where something outside keeps it anyway."""
 
-    def pin(self, tensor: torch.Tensor, outer: Any, writes: Counter[int]) -> None:
+    def pin(self, tensor: torch.Tensor, outer: Any, writes: _Writes) -> None:
         """Keep the output after all, and nothing it was made from."""
         if self.pinned is None:
             self.pinned, self.args = _Kept(tensor.detach(), outer, writes), ()
@@ -154,12 +192,9 @@ class Recipes:
         self._nodes = 0
         self._noted: dict[int, tuple[_Recipe, Any, Any]] = {}
         """Storage → the recipe of what lies in it, of which version and kind, and when it goes."""
-        self._numbers: dict[int, tuple[int, Any]] = {}
-        self._count = itertools.count()
         self._current: tuple[_Recipe, Callable[[torch.Tensor], bool]] | None = None
         self._outer: Any = None
-        self._writes: Counter[int] = Counter()
-        """Storage → how often it was written through `.data`, which no version shows."""
+        self._writes = _Writes()
 
     def __enter__(self) -> Recipes:
         self._outer = active_saved_tensors_hooks()
@@ -178,7 +213,7 @@ class Recipes:
         self._watch.__exit__(kind, error, trace)
         self._hooks.__exit__(kind, error, trace)
         self._noted.clear()
-        self._numbers.clear()
+        self._writes.forget_storages()
         # No cycle may hold the region outside: it would keep its tensors until the collector runs.
         del self._watch, self._hooks
         self._outer = None
@@ -195,7 +230,7 @@ class Recipes:
         with _unseen():
             begun = self._begun(func, args, kwargs)
             if may_write(func) or "out" in kwargs:
-                self._writes.update(map(_key, hidden_writes(func, args, kwargs)))
+                self._writes.note(hidden_writes(func, args, kwargs))
         if begun is None:
             return func(*args, **kwargs)
         recipe, in_place, given = begun
@@ -273,20 +308,8 @@ class Recipes:
         for argument in args:
             if isinstance(argument, torch.Tensor) and not argument.is_leaf:
                 recipe = self._recipe(argument)
-                roots |= {self._number(argument)} if recipe is None else recipe.roots
+                roots |= {self._writes.number(argument)} if recipe is None else recipe.roots
         return frozenset(roots)
-
-    def _number(self, tensor: torch.Tensor) -> int:
-        """Of its storage. Addresses come again when a storage is gone, and choices that hang on
-        them would be others when the block is recomputed and less is freed."""
-        key = _key(tensor)
-        if key not in self._numbers:
-
-            def gone(_: Any) -> None:
-                self._numbers.pop(key, None)
-
-            self._numbers[key] = next(self._count), weakref.ref(tensor.untyped_storage(), gone)
-        return self._numbers[key][0]
 
     @property
     def _part(self) -> int:
@@ -316,7 +339,7 @@ class Recipes:
         noted = self._noted.get(_key(tensor))
         if noted is None:  # nothing is asked of it: a sparse weight would become dense to answer
             return None
-        read = self._writes[_key(tensor)], *_reading(tensor)
+        read = self._writes.of(tensor), *_reading(tensor)
         return noted[0] if noted[1] == read else None
 
     def _note(self, out: torch.Tensor, recipe: _Recipe) -> None:
@@ -325,7 +348,7 @@ class Recipes:
         def gone(_: Any) -> None:
             self._noted.pop(key, None)
 
-        read = self._writes[key], *_reading(out)
+        read = self._writes.of(out), *_reading(out)
         self._noted[key] = (recipe, read, weakref.ref(storage, gone))
 
     def _pack(self, tensor: torch.Tensor) -> Any:
