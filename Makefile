@@ -15,10 +15,10 @@ demo: $(STAMP)
 
 # A few minutes: everything but the tests that train long or start processes.
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 -m 'not slow'
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not slow'
 
 test-all: $(STAMP)
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 # Kills, crash points, damaged and hostile files, full disks: counts at the end (docs/reliability.md).
 KILLS ?= 100

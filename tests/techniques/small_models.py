@@ -57,10 +57,10 @@ class Attention(nn.Module):
 class Language(nn.Module):
     """Embedding, layers, and the embedding again as output: a tied weight."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int = 3) -> None:
         super().__init__()
         self.embedding = nn.Embedding(50, 16)
-        self.layers = nn.ModuleList(Attention(16, 0.0) for _ in range(3))
+        self.layers = nn.ModuleList(Attention(16, 0.0) for _ in range(layers))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens)

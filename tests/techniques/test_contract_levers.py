@@ -6,6 +6,7 @@ import gc
 import itertools
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,8 +21,11 @@ from shoestring.errors import InputError
 from shoestring.step.apply import apply
 from shoestring.step.predict import predict_step
 from shoestring.techniques import Technique
-from techniques.small_models import SMALL
+from techniques.small_models import SMALL as ALL_SMALL
+from techniques.small_models import Language
 
+SMALL = {**ALL_SMALL, "tied": replace(ALL_SMALL["tied"], build=lambda: Language(layers=2))}
+"""Two layers are blocks as well as three, and every operation of every pair is traced."""
 TOLERANCE = 0.01
 OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
