@@ -11,8 +11,8 @@ import plan_speed
 @pytest.mark.slow
 def test_plans_hold_for_one_model_of_the_benchmark() -> None:
     arguments = Namespace(device="cpu", budgets=2, allow=None)
-    case = plan_holds.built_in("dc-transformer-tiny", 300)()
-    rows = list(plan_holds.rows_of("dc-transformer-tiny", case, arguments))
+    case = plan_holds.built_in("wrn-10-1", 20)()
+    rows = list(plan_holds.rows_of("wrn-10-1", case, arguments))
     assert [row["holds"] for row in rows] == [True, True]
     assert rows[0]["certified"] is True and rows[0]["kind"] == "lossless"
     assert rows[1]["budget_bytes"] < rows[0]["budget_bytes"]

@@ -109,36 +109,48 @@ state_type = ["fp32", "bf16"]
 """
 
 
+CALLS = """
+import json, sys
+from cli.calling import call
+
+said = []
+for words in json.load(sys.stdin):
+    done = call(*words)
+    if done.status:
+        sys.exit(f"{words}: {done.err} {done.raised}")
+    said.append(done.out)
+json.dump(said, sys.stdout)
+"""
+
+
 @pytest.mark.slow
 def test_its_flag_is_on_the_command_line_and_in_studies(tmp_path: Path) -> None:
-    """In processes that know it by its entry point alone."""
+    """In a process that knows it by its entry point alone, and in those of a study's runs."""
+    tiny = ("tiny_nets:tiny_linear", "--data", "digits", "--epochs", "1", "--batch", "200")
+    (tmp_path / "toy.toml").write_text(STUDY)
+    calls = [
+        ("train", "--help"),
+        ("profile", "wrn-10-1", "--state-type", "fp32", "--json"),
+        ("profile", "wrn-10-1", "--state-type", "bf16", "--json"),
+        ("verify", "tiny_nets:tiny_linear", "--input", "8x3x32x32", "--state-type", "bf16",
+         "--near", "0.05"),
+        ("study", "toy.toml", "--out", "out"),
+        ("report", "out"),
+        ("train", *tiny, "--state-type", "fp32", "--out", "runs/fp32"),
+        ("train", *tiny, "--state-type", "bf16", "--out", "runs/bf16"),
+        ("report", "runs", "--out", "loose"),
+    ]  # fmt: skip
     paths = [str(TOY), str(TESTS), str(TESTS.parent / "src")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-
-    def call(*words: str) -> str:
-        done = subprocess.run(
-            [sys.executable, "-m", "shoestring", *words],
-            env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    assert "--state-type" in call("train", "--help")
-    plain, narrow = (
-        json.loads(call("profile", "wrn-10-1", "--state-type", kind, "--json"))
-        for kind in ("fp32", "bf16")
-    )
+    done = subprocess.run(
+        [sys.executable, "-c", CALLS], input=json.dumps(calls), cwd=tmp_path, capture_output=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)}, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    help_text, plain, narrow, *_ = json.loads(done.stdout)
+    assert "--state-type" in help_text
+    plain, narrow = json.loads(plain), json.loads(narrow)
     assert narrow["optimizer_state_bytes"] * 2 == plain["optimizer_state_bytes"]
     assert narrow["state_type"] == "bf16"
-    call("verify", "tiny_nets:tiny_linear", "--input", "8x3x32x32", "--state-type", "bf16",
-         "--near", "0.05")  # fmt: skip
-    (tmp_path / "toy.toml").write_text(STUDY)
-    call("study", "toy.toml", "--out", "out")
-    call("report", "out")
     table = next((tmp_path / "out").rglob("tables.md")).read_text()
     assert "state type" in table and "bf16" in table
-    for kind in ("fp32", "bf16"):
-        call("train", "tiny_nets:tiny_linear", "--data", "digits", "--epochs", "1", "--batch",
-             "200", "--state-type", kind, "--out", f"runs/{kind}")  # fmt: skip
-    call("report", "runs", "--out", "loose")
     assert "bf16" in next((tmp_path / "loose").rglob("tables.md")).read_text()
