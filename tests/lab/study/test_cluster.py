@@ -15,15 +15,25 @@ from shoestring.lab.study import cluster
 from shoestring.lab.study.command import run_study
 from shoestring.lab.study.execute import FAILURE, LOG, Place
 from shoestring.lab.study.expand import StudyJob
-from shoestring.lab.study.local import TICK_SECONDS, Stopped
+from shoestring.lab.study.local import STOP_SECONDS, TICK_SECONDS, Stopped
+
+STUDY = """
+import sys
+from shoestring.cli.main import main
+from shoestring.lab.study import cluster
+
+cluster.STOP_SECONDS = float(sys.argv.pop(1))
+main()
+"""
 
 
-def start_study(file, out, *options):
+def start_study(file, out, *options, stop_seconds=STOP_SECONDS):
+    """A process of its own, that waits so long for a run to do as it is told."""
     path = os.pathsep.join(p for p in sys.path if p)
     environment = {**os.environ, "PYTHONPATH": path, "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
     return subprocess.Popen(
-        [sys.executable, "-m", "shoestring", "study", file, "--out", out, "--device", "cpu",
-         *options],
+        [sys.executable, "-c", STUDY, str(stop_seconds), "study", file, "--out", out, "--device",
+         "cpu", *options],
         env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
 
@@ -33,11 +43,11 @@ def test_stopped_it_saves_and_resumed_it_has_the_same_numbers(tmp_path):
     """The forty runs of benchmarks/study_resume.py have them, too."""
     pytest.importorskip("ray")
     file, out = tmp_path / "one.toml", tmp_path / "ray"
-    long = ONE.replace("epochs = 1", "epochs = 300\nsnapshot_every = 100000")
+    long = ONE.replace("epochs = 1", "epochs = 100\nsnapshot_every = 100000")
     file.write_text("profile = false\n" + long + "density = 0.5")
     run_study(file, tmp_path / "here", place=Place(device="cpu"))
     process = start_study(file, out, "--ray", "local")
-    while not any("epoch 1/300" in path.read_text() for path in out.glob(f"runs/*/{LOG}")):
+    while not any("epoch 1/100" in path.read_text() for path in out.glob(f"runs/*/{LOG}")):
         assert process.poll() is None, process.communicate()
         time.sleep(0.05)
     process.terminate()
@@ -162,7 +172,7 @@ def test_a_hung_run_on_ray_is_ended_by_its_time(tmp_path, monkeypatch):
     text = ONE.replace("tiny_nets:tiny_linear", "hung_on_ray:Hung")
     assert text != ONE
     file.write_text("profile = false\nrun_seconds = 5\n" + text)
-    process = start_study(file, out, "--ray", "local")
+    process = start_study(file, out, "--ray", "local", stop_seconds=2)
     _, said = process.communicate(timeout=300)
     assert process.returncode == 1, said
     (failed,) = out.glob(f"runs/*/{FAILURE}")
