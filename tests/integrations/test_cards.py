@@ -37,6 +37,14 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
+def short(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Where it is not the layers that are of interest: two of them."""
+    folder = tmp_path_factory.mktemp("short")
+    transformers.LlamaConfig(**{**LLAMA, "num_hidden_layers": 2}).save_pretrained(folder)
+    return f"hf:{folder}"
+
+
+@pytest.fixture(scope="module")
 def vision(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("vision")
     config = transformers.ViTConfig(
@@ -103,7 +111,7 @@ def test_images_have_no_context(vision: str) -> None:
 
 
 @pytest.mark.slow
-def test_several_cards_share_a_model(llama: str) -> None:
+def test_several_cards_share_a_model(llama: str, short: str) -> None:
     """Each with a part of the weights: as many bytes as the whole model's trace tells by rule."""
     how: dict[str, Any] = {"tokens": 256, "batch": 4}
     ranks = SharedStep(4, "fsdp")
@@ -118,7 +126,7 @@ def test_several_cards_share_a_model(llama: str) -> None:
     names = {t.name for point in sizes.front for t in point.plan.techniques}
     assert "gradient_release" not in names
     done = call(
-        "plan", llama, "--tokens", 128, "--batch", 4, "--budget", "1 GB", "--gpus", 2, "--json"
+        "plan", short, "--tokens", 128, "--batch", 4, "--budget", "1 GB", "--gpus", 2, "--json"
     )
     assert done.status == 0, done.err
     assert json.loads(done.out)["ranks"] == 2 and json.loads(done.out)["sharding"] == "fsdp"
@@ -178,13 +186,13 @@ def test_four_bits_train_as_they_are_sized() -> None:
 
 
 @pytest.mark.slow
-def test_the_command_line(llama: str, tmp_path: Path) -> None:
+def test_the_command_line(short: str, tmp_path: Path) -> None:
     page = tmp_path / "cards.html"
-    done = call("cards", llama, "--tokens", 128, "--card", 8, "--html", page, "--json")
+    done = call("cards", short, "--tokens", 128, "--card", 8, "--html", page, "--json")
     assert done.status == 0, done.err
     assert json.loads(done.out)["rows"][0]["card"] == "8 GB"
     assert "<table>" in page.read_text() and "8 GB" in page.read_text()
-    done = call("plan", llama, "--tokens", 128, "--batch", 2, "--budget", "8 GB", "--json")
+    done = call("plan", short, "--tokens", 128, "--batch", 2, "--budget", "8 GB", "--json")
     assert done.status == 0, done.err
     assert json.loads(done.out)["predicted"]["device"] == "cuda"
 

@@ -122,9 +122,9 @@ def test_an_evaluation_holds_no_activations() -> None:
     assert model.training
 
 
-def tiny(folder: Path) -> str:
+def tiny(folder: Path, layers: int = 2) -> str:
     transformers.LlamaConfig(
-        vocab_size=500, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+        vocab_size=500, hidden_size=64, intermediate_size=128, num_hidden_layers=layers,
         num_attention_heads=4, num_key_value_heads=2,
     ).save_pretrained(folder)  # fmt: skip
     return f"hf:{folder}"
@@ -132,7 +132,7 @@ def tiny(folder: Path) -> str:
 
 @pytest.mark.slow
 def test_a_plan_over_a_file(tmp_path: Path) -> None:
-    model, file = tiny(tmp_path), tmp_path / "lengths.txt"
+    model, file = tiny(tmp_path, layers=1), tmp_path / "lengths.txt"
     file.write_text("\n".join(map(str, [*range(8, 200), 1900, 60_000])))
     ask = ["plan", model, "--batch", 2, "--json", "--lengths", file]
     done = call(*ask, "--tokens", 512, "--eval-data", file, "--budget", "600 MB")
