@@ -1,12 +1,15 @@
-"""Results known by the form of their operands: those that PyTorch's shape functions have."""
+"""Results known by the form of their operands, as shape functions or kernels have them."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from shoestring.torch_private.fake_tensors import FakeTensorMode
+from shoestring.torch_private.fake_tensors import FakeTensor, FakeTensorMode
 from shoestring.trace import results
 
 aten = torch.ops.aten
@@ -96,3 +99,83 @@ def test_views_of_one_storage_are_not_mixed_up() -> None:
             second = first.view(4) if shared else torch.empty(4)
             out = results.result(aten.add_.Tensor, (first, second), {})
         assert out is first
+
+
+class Laid(TorchDispatchMode):
+    """Notes how results of operations lie; of fake tensors those that a trace has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        fake = FakeTensor in types and not func._schema.is_mutable
+        out = (results.result if fake else call)(func, args, kwargs or {})
+        for each in out if isinstance(out, (list, tuple)) else (out,):
+            if isinstance(each, torch.Tensor) and each.dim() > 1:
+                where = zip(each.shape, each.stride(), strict=True)
+                self.seen.append((str(func), [pair for pair in where if pair[0] > 1]))
+        return out
+
+
+def call(func: Any, args: Any, kwargs: Any) -> Any:
+    return func(*args, **kwargs)
+
+
+def ones(*shape: int) -> torch.Tensor:
+    return torch.ones(shape)
+
+
+FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "batch norm": lambda x: F.batch_norm(x, None, None, ones(x.shape[1]), ones(x.shape[1]), True),
+    "statistics": lambda x: F.batch_norm(x, 0 * ones(x.shape[1]), ones(x.shape[1]), training=True),
+    "instance norm": lambda x: F.instance_norm(x),
+    "group norm": lambda x: F.group_norm(x, 2, ones(x.shape[1]), ones(x.shape[1])),
+    "layer norm": lambda x: F.layer_norm(x, x.shape[-1:], ones(x.shape[-1]), ones(x.shape[-1])),
+    "softmax": lambda x: x.softmax(1), "log softmax": lambda x: x.log_softmax(-1),
+    "gelu": F.gelu, "silu": F.silu, "mish": F.mish, "hardswish": F.hardswish, "elu": F.elu,
+    "softplus": F.softplus, "log sigmoid": F.logsigmoid, "glu": lambda x: F.glu(x, 1),
+    "prelu": lambda x: F.prelu(x, ones(1)), "linear": lambda x: F.linear(x, ones(6, x.shape[-1])),
+    "product": lambda x: x @ x.transpose(-1, -2), "cat": lambda x: torch.cat([x, x], 1),
+    "pad": lambda x: F.pad(x, (1, 1)), "where": lambda x: torch.where(x > 0, x, 0 * x),
+    "cumsum": lambda x: x.cumsum(-1), "sort": lambda x: x.sort(-1)[0],
+    "index": lambda x: x[:, torch.tensor([0, 1])], "roll": lambda x: x.roll(1, 1),
+    "flip": lambda x: x.flip(1), "mean": lambda x: x.mean(1), "largest": lambda x: x.amax(1),
+    "squares": lambda x: F.mse_loss(x, torch.zeros_like(x)),
+    "smooth": lambda x: F.smooth_l1_loss(x, torch.zeros_like(x)),
+    "huber": lambda x: F.huber_loss(x, torch.zeros_like(x)),
+    "entropy": lambda x: F.binary_cross_entropy_with_logits(x, torch.zeros_like(x)),
+    "divergence": lambda x: F.kl_div(x, torch.zeros_like(x), reduction="batchmean"),
+    "attention": lambda x: F.scaled_dot_product_attention(x, x, x),
+}  # fmt: skip
+OF_IMAGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "convolution": lambda x: F.conv2d(x, ones(6, x.shape[1], 3, 3)),
+    "transposed": lambda x: F.conv_transpose2d(x, ones(x.shape[1], 6, 2, 2), stride=2),
+    "largest of": lambda x: F.max_pool2d(x, 2), "mean of": lambda x: F.avg_pool2d(x, 2),
+    "adapted": lambda x: F.adaptive_avg_pool2d(x, 2), "unfolded": lambda x: F.unfold(x, 2),
+    "resized": lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"),
+    "shuffled": lambda x: F.pixel_shuffle(x, 2),
+    "reflected": lambda x: F.pad(x, (1, 1, 1, 1), mode="reflect"),
+}  # fmt: skip
+ORDERS = [(0, 1, 2), (0, 2, 1), (1, 0, 2), (2, 1, 0)]
+OF_FOUR = [(0, 1, 2, 3), (0, 1, 3, 2), (0, 2, 1, 3), (0, 2, 3, 1)]
+
+
+@pytest.mark.parametrize("name", [*FUNCTIONS, *OF_IMAGES])
+def test_results_lie_as_the_cpu_lays_them(name: str) -> None:
+    """Whoever reads a result that lies in another way makes a copy: the peak hangs on it."""
+    function = {**FUNCTIONS, **OF_IMAGES}[name]
+    for order in (*(ORDERS if name in FUNCTIONS else ()), *OF_FOUR):
+        shape = (4, 6, 8) if len(order) == 3 else (4, 8, 6, 10)
+        x = torch.randn([shape[d] for d in order])
+        x = x.permute([order.index(d) for d in range(len(shape))])
+        found = []
+        for mode in (nullcontext(), FakeTensorMode(allow_non_fake_inputs=True)):
+            given = x if isinstance(mode, nullcontext) else mode.from_tensor(x)
+            with mode:
+                given = given.detach().requires_grad_()
+                with Laid() as laid:
+                    out = function(given)
+                    (out * torch.ones_like(out)).sum().backward()
+            found.append(laid.seen)
+        assert found[0] == found[1], order

@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 import torch
-from torch._prims_common import suggest_memory_format
+from torch._prims_common import (
+    make_channels_last_strides_for,
+    make_contiguous_strides_for,
+    suggest_memory_format,
+)
 
-__all__ = ["suggest_memory_format", "use_count"]
+__all__ = ["dense_strides", "suggest_memory_format", "use_count"]
+
+
+def dense_strides(shape: tuple[int, ...], kind: torch.memory_format) -> tuple[int, ...]:
+    """Of a tensor without gaps, contiguous or with its channels last."""
+    if kind is torch.contiguous_format:
+        return tuple(make_contiguous_strides_for(shape))
+    return tuple(make_channels_last_strides_for(shape))
 
 
 def use_count(storage: torch.UntypedStorage) -> int:

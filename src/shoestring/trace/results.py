@@ -4,6 +4,10 @@ The blocks of a model run the same operations on tensors of the same shapes, and
 many times. PyTorch works a result out each time, or finds it by a key that takes as long to make.
 Here the form of a result (shape, strides, type, whose storage it is) is known by a short key after
 the first time; all that is out of the ordinary goes to PyTorch.
+
+PyTorch's shape functions give some results the strides of an operand where the CPU's kernel gives
+none of it: a BatchNorm over transposed tokens returns a contiguous tensor, and whoever reads its
+transpose makes a copy. These are corrected (`tests/trace/test_result_forms.py` compares many).
 """
 
 from __future__ import annotations
@@ -15,6 +19,8 @@ from typing import Any
 import torch
 
 from ..torch_private.fake_tensors import FakeTensor, make_fake
+from ..torch_private.storages import dense_strides, suggest_memory_format
+from .cuda import on_cuda
 
 _MOST = 100_000
 """Forms that are kept; where there are more, all are forgotten."""
@@ -24,6 +30,23 @@ _PLAIN = frozenset(
 )  # fmt: skip
 _NAMESPACES = ("aten", "shoestring")
 _TAGS = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output, torch.Tag.inplace_view}
+
+
+_DENSE: dict[str, int | None] = {
+    "native_batch_norm": 0,
+    "_native_batch_norm_legit": 0,
+    "native_batch_norm_backward": 1,
+    "reflection_pad2d_backward": 1,
+    "roll": 0,
+    "log_sigmoid_forward": None,
+    "log_sigmoid_backward": None,
+    "mse_loss_backward": None,
+    "smooth_l1_loss_backward": None,
+    "huber_loss_backward": None,
+    "glu_backward": None,
+}
+"""Operations whose CPU kernels return dense results: channels last if that operand is, else, or
+where none is named, contiguous."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,16 +74,37 @@ def result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     key = _key(func, args, kwargs, operands)
     if key is None:
         return func(*args, **kwargs)
+    dense = func._opname in _DENSE and not on_cuda(operands[0])
+    if dense:
+        key = (*key, "dense")
     found = _known.get(key)
     if found is not None:
         return _made(found, operands)
     out = func(*args, **kwargs)
+    if dense:
+        out = _made_dense(out, _DENSE[func._opname], operands)
     if key not in _known:
         if len(_known) >= _MOST:
             _known.clear()
         unchanged = not func._schema.is_mutable or key == _key(func, args, kwargs, [])
+        unchanged = unchanged or dense
         _known[key] = _seen(out, operands) if unchanged else None
     return out
+
+
+def _made_dense(out: Any, like: int | None, operands: Sequence[FakeTensor]) -> Any:
+    """The results as a CPU kernel lays them out."""
+    kind = torch.contiguous_format if like is None else suggest_memory_format(operands[like])
+
+    def laid(one: Any) -> Any:
+        if not isinstance(one, FakeTensor) or one.dim() < 2:  # statistics, or none
+            return one
+        if one.is_contiguous(memory_format=kind):
+            return one
+        strides = dense_strides(tuple(one.shape), kind)
+        return make_fake(one.fake_mode, one.fake_device, tuple(one.shape), strides, one.dtype)
+
+    return type(out)(map(laid, out)) if isinstance(out, (list, tuple)) else laid(out)
 
 
 def _key(
