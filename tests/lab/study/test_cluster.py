@@ -43,11 +43,11 @@ def test_stopped_it_saves_and_resumed_it_has_the_same_numbers(tmp_path):
     """The forty runs of benchmarks/study_resume.py have them, too."""
     pytest.importorskip("ray")
     file, out = tmp_path / "one.toml", tmp_path / "ray"
-    long = ONE.replace("epochs = 1", "epochs = 100\nsnapshot_every = 100000")
+    long = ONE.replace("epochs = 1", "epochs = 300\nsnapshot_every = 100000")
     file.write_text("profile = false\n" + long + "density = 0.5")
     run_study(file, tmp_path / "here", place=Place(device="cpu"))
     process = start_study(file, out, "--ray", "local")
-    while not any("epoch 1/100" in path.read_text() for path in out.glob(f"runs/*/{LOG}")):
+    while not any("epoch 1/300" in path.read_text() for path in out.glob(f"runs/*/{LOG}")):
         assert process.poll() is None, process.communicate()
         time.sleep(0.05)
     process.terminate()
