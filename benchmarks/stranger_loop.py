@@ -148,8 +148,9 @@ class PerExample(TorchFunctionMode):
             kept = self._filled(torch.empty(shape), "rand").to(x.device) >= p
             mask = kept[(...,) + (None,) * (x.dim() - kept.dim())]
             return x * mask.to(x.dtype) / (1 - p)
-        if name == "scaled_dot_product_attention" and kwargs.get("dropout_p", 0):
-            raise NotImplementedError("dropout inside attention")
+        if name == "scaled_dot_product_attention":
+            if kwargs.get("dropout_p", args[4] if len(args) > 4 else 0):
+                raise NotImplementedError("dropout inside attention")
         if name in ("rand", "randn", "rand_like", "randn_like", "randint"):
             made = func(*args, **kwargs)
             bounds = [a for a in args if isinstance(a, int)] if name == "randint" else []

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import nn
 
 from shoestring.verification.floats import computed_kinds
-from shoestring.verification.noise import Rounded
+from shoestring.verification.noise import Rounded, rounded_
 
 
 def test_autocast_shows_and_views_do_not() -> None:
@@ -33,3 +35,12 @@ def test_numbers_are_rounded_as_their_type_rounds(kind: str, dtype: torch.dtype)
     least = torch.tensor([torch.finfo(torch.float32).min, torch.inf])
     with Rounded(kind, seed=0):
         assert torch.equal(least + 0, least)
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0**15])
+def test_fp16_is_emulated_down_to_its_smallest_numbers(scale: float) -> None:
+    """A gradient that is small beside the loss scale has few bits left, which is rounding too."""
+    numbers = torch.cat([torch.randn(200) * 2.0**-k for k in range(0, 30, 3)])
+    emulated = numbers / scale
+    rounded_(emulated, 11, least=-13 - int(math.log2(scale)))
+    assert torch.equal(emulated * scale, numbers.half().float())

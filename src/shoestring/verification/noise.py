@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 
 from ..errors import InputError
+from ..torch_private.autograd import runs_backward
 from ..torch_private.dispatch import TracingMode
 from ..torch_private.trees import tensor_leaves
 from .distance import RoundingNoise
@@ -15,19 +17,31 @@ from .sides import Plain, Trained
 _BITS = {"fp16": 11, "bf16": 8}
 """Of the significand, the leading one included."""
 EPSILON = {kind: 2.0 ** (1 - bits) for kind, bits in _BITS.items()}
+_LEAST_EXPONENT = {"fp16": -13}
+"""Of FP16's normal numbers, as `frexp` has it: smaller ones have fewer bits. BF16 has FP32's."""
 
 
 class Rounded(TracingMode):
     """Rounds what every operation makes to so many bits, and overflows nowhere.
 
-    `seed` rounds up or down at random, as often as the number is near: another sample.
+    Small numbers of FP16 lose bits in the passes, in the backward pass after they were multiplied
+    by the loss `scale`. `seed` rounds up or down at random, as often as the number is near:
+    another sample.
     """
 
-    def __init__(self, kind: str, seed: int | None = None) -> None:
+    def __init__(self, kind: str, seed: int | None = None, scale: float = 1.0) -> None:
         super().__init__()
         self._bits, self._noise = _BITS[kind], None
+        self._least, self._scale = _LEAST_EXPONENT.get(kind), round(math.log2(scale))
         if seed is not None:
             self._noise = torch.Generator().manual_seed(seed)
+
+    @property
+    def _exponent(self) -> int | None:
+        """The least one with all bits; None in the update, whose state has scales of its own."""
+        if self._least is None or runs_backward():
+            return None if self._least is None else self._least - self._scale
+        return self._least if torch.is_grad_enabled() else None
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -37,16 +51,27 @@ class Rounded(TracingMode):
             return made
         for leaf in tensor_leaves(made):
             if leaf.dtype in (torch.float32, torch.float64):
-                rounded_(leaf, self._bits, self._noise)
+                rounded_(leaf, self._bits, self._noise, self._exponent)
         return made
 
 
 @torch.no_grad()
-def rounded_(tensor: torch.Tensor, bits: int, noise: torch.Generator | None = None) -> None:
-    """To the nearest number of so many bits, or to one beside it at random; in place."""
+def rounded_(
+    tensor: torch.Tensor,
+    bits: int,
+    noise: torch.Generator | None = None,
+    least: int | None = None,
+) -> None:
+    """To the nearest number of so many bits, or to one beside it at random; in place.
+
+    Numbers of a smaller exponent than `least` have as many places as those of that one.
+    """
     if not tensor.numel() or tensor._is_zerotensor() or 0 in tensor.stride():
         return
     fraction, exponent = torch.frexp(tensor)
+    if least is not None:
+        lost = (least - exponent).clamp_(min=0)
+        fraction, exponent = torch.ldexp(fraction, -lost), exponent + lost
     scaled = fraction * 2**bits
     if noise is None:
         scaled.round_()
@@ -57,13 +82,13 @@ def rounded_(tensor: torch.Tensor, bits: int, noise: torch.Generator | None = No
 
 
 def trained_in_16_bits(
-    side: Plain, kind: str, data: list[Any], seed: int | None = None
+    side: Plain, kind: str, data: list[Any], seed: int | None = None, scale: float = 1.0
 ) -> Trained | None:
     """Plain steps with 16-bit rounding, weights and optimizer state included."""
     for parameter in side.model.parameters():
         rounded_(parameter.detach(), _BITS[kind])
     try:
-        with Rounded(kind, seed):
+        with Rounded(kind, seed, scale):
             made = side.train(data)
     except InputError:
         return None

@@ -184,11 +184,12 @@ class Proof:
         if kind is None:
             return self._noise
         found = {what: RoundingNoise({}, EPSILON[kind] / 2) for what in self._noise}
+        scale = 1.0 if self.planned.scale is None else float(self.planned.scale)
         for seed in (None, 0):  # two samples: one number's noise can be zero by luck
             made = None
             if self.exact is not None:
                 side = self._like_plain(wide=False)
-                made = trained_in_16_bits(side, kind, self.data, seed)
+                made = trained_in_16_bits(side, kind, self.data, seed, scale)
             if made is None or self.exact is None:
                 return {what: RoundingNoise({}, EPSILON[kind]) for what in self._noise}
             self._in_16_bits = self._in_16_bits or made
@@ -197,7 +198,8 @@ class Proof:
         if any(_runs_in_parts(self.plan, batch) for batch in self.data):
             # Sums of parts round, too; beside exact parts, so that only rounding counts.
             exact = self._exactly(lambda: self._in_a_loop(self.plan, wide=True))
-            made = trained_in_16_bits(self._in_a_loop(self.plan, wide=False), kind, self.data)
+            loop = self._in_a_loop(self.plan, wide=False)
+            made = trained_in_16_bits(loop, kind, self.data, scale=scale)
             if exact is not None and made is not None:
                 also = noises(exact, made)
                 found = {what: found[what] | also[what] for what in found}
