@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .base import Stranger
+from .families import FAMILIES
 from .handwritten import HANDWRITTEN
 from .kinds import KINDS
 from .language import LANGUAGE
@@ -17,5 +18,15 @@ __all__ = ["KINDS", "STRANGERS", "Stranger"]
 
 STRANGERS: dict[str, Stranger] = {
     s.name: s
-    for s in (*LANGUAGE, *PERCEPTION, *HANDWRITTEN, *UNTRACED, *LOSSES, *STEPS, *UNUSUAL, *STATEFUL)
+    for s in (
+        *LANGUAGE,
+        *PERCEPTION,
+        *HANDWRITTEN,
+        *UNTRACED,
+        *LOSSES,
+        *STEPS,
+        *UNUSUAL,
+        *STATEFUL,
+        *FAMILIES,
+    )
 }
