@@ -369,6 +369,29 @@ def test_rounding_is_that_of_autocast(dropout: float) -> None:
     assert 1e-4 < lossless.error < lossless.bound < 0.08  # type: ignore[operator]
 
 
+class Biased(nn.Module):
+    """Attention with a key bias, whose gradient is zero, and a parameter without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.none = nn.Parameter(torch.zeros(4, 0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights = (self.query(x) @ self.key(x).transpose(1, 2)).softmax(-1)
+        return (weights @ x).mean(1) + self.none.sum()
+
+
+@pytest.mark.parametrize("kind", ["fp16", "bf16"])
+def test_a_gradient_that_is_all_rounding_is_no_alarm(kind: str) -> None:
+    """Adam turns it into whole steps in 16 bits, and into none in FP32."""
+    model, batch = Biased(), (torch.randn(16, 8, 16), torch.arange(16) % 16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    plan = [Precision(kind), Microbatching(4)]
+    found = verify(plan, model, [batch], loss=classify, optimizer=optimizer, steps=3)
+    assert found.ok, str(found)
+
+
 @pytest.mark.parametrize("wrong", [1.01, 1.1])
 def test_autocast_hides_no_wrong_gradient(wrong: float) -> None:
     """Rounding is below 1% here: a gradient that is 1 or 10% wrong is not rounding."""

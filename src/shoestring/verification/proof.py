@@ -224,6 +224,8 @@ class Proof:
         near = self._near() if any(c is Level.NEAR for c, _ in self.claims.values()) else {}
         if near and not self.at.linear:
             near["parameters"] = near["parameters"] | self._moves(expected["parameters"])
+            by_chance = self._moves_by_chance(expected["gradients"], near["gradients"])
+            near["parameters"] = near["parameters"] | by_chance
             squares = _of_squares(expected["optimizer state"], expected["gradients"], near)
             near["optimizer state"] = near["optimizer state"] | squares
         if near:
@@ -300,6 +302,24 @@ class Proof:
         held = {n: self.planned.as_held(n, before[n]) for n in after}
         moved = RoundingNoise.between(after, held)
         return RoundingNoise({n: norm / NEAR_MULTIPLE for n, norm in moved.norms.items()})
+
+    def _moves_by_chance(self, gradients: dict[Any, Any], noise: RoundingNoise) -> RoundingNoise:
+        """A gradient that is all rounding moves its parameter by whole steps, in any direction:
+        an attention's key bias, whose gradient is zero, stays where it is in FP32 alone."""
+        model, optimizer, _ = self._trained
+        rates = {
+            id(p): float(g.get("lr", 0.0)) for g in optimizer.param_groups for p in g["params"]
+        }
+        norms: dict[Any, float] = {}
+        for name, parameter in model.named_parameters():
+            gradient = gradients.get(plain_name(name))
+            if gradient is None or id(parameter) not in rates:
+                continue
+            scale = float(gradient.double().norm())
+            if noise.bound(plain_name(name), scale, NEAR_MULTIPLE, NEAR_SPREAD) >= scale:
+                farthest = 2 * len(self.data) * rates[id(parameter)] * parameter.numel() ** 0.5
+                norms[plain_name(name)] = farthest / NEAR_MULTIPLE
+        return RoundingNoise(norms)
 
     def _longer(self, expected: dict[Any, Any], found: dict[Any, Any]) -> float:
         """A common factor of all gradients that 16 bits do not explain; 0 where there is none."""

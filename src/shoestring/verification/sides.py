@@ -158,7 +158,7 @@ class Side:
         }
         made.parameters = {name: p.detach().clone() for name, p in self.named.items()}
         for name, p in self.named.items():
-            for key, held in self.optimizer.state.get(p, {}).items():
+            for key, held in self.optimizer.state.get(p, {}).items() if p.numel() else ():
                 meant = self.meant(p, key, held) if isinstance(held, torch.Tensor) else None
                 if meant is not None:
                     made.state[name, key] = meant.clone()
