@@ -5,7 +5,7 @@ on the CPU. A plan with it would fail in its first step. Nor do they know what o
 keeps a normalization's 1 / deviation in FP16 there, which is infinite for a row of zeros and an
 epsilon of 1e-12. No loss scale helps, and every update would be skipped. The same holds for a loss
 that is summed in FP16 over more elements than 65,504 has room for: a few examples do not show it,
-so the forward pass runs once more over the whole batch, saving nothing for backward.
+so a forward pass over the whole batch follows, which saves nothing for backward.
 """
 
 from __future__ import annotations
