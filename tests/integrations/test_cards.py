@@ -162,7 +162,14 @@ def test_a_configuration_says_how_its_weights_are_stored(llama: str, tmp_path: P
 
     four = folder(quant_method="bitsandbytes", load_in_4bit=True, bnb_4bit_quant_type="nf4")
     adapted, _ = Configured(four, lora="r=4").build()
-    assert any(isinstance(m, Nf4Linear) for m in adapted.modules())
+    packed = {n: m for n, m in adapted.named_modules() if isinstance(m, Nf4Linear)}
+    assert packed and all(m.absmax.dtype is torch.float32 for m in packed.values())
+    nested = folder(load_in_4bit=True, bnb_4bit_use_double_quant=True,
+                    llm_int8_skip_modules=["lm_head", "down_proj"])  # fmt: skip
+    adapted, _ = Configured(nested, lora="r=4").build()
+    kept = {n: m for n, m in adapted.named_modules() if isinstance(m, Nf4Linear)}
+    assert set(kept) == {name for name in packed if "down_proj" not in name}
+    assert all(m.absmax.dtype is torch.uint8 for m in kept.values())
     with pytest.raises(ss.InputError, match="do not train"):
         Configured(four).build()
     with pytest.raises(ss.InputError, match="quantized by gptq"):

@@ -25,7 +25,7 @@ from ..torch_private.fake_tensors import FakeTensorMode
 from ..trace.fakes import fake_batch, fake_model
 from .hosted import library
 from .limits import check_sizes, counted_modules
-from .quantized import quantization_of, quantize_linear
+from .quantized import FourBits, quantization_of, quantize_linear
 
 PREFIXES = ("hf:", "timm:")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -58,13 +58,14 @@ class Configured:
             raise InputError(f"unknown type {self.dtype!r}", hint="one of " + ", ".join(DTYPES))
         if self.quantize not in (None, "nf4"):
             raise InputError(f"unknown quantization {self.quantize!r}", hint="nf4")
-        self._check_frozen(self.quantize)
+        if self.quantize is not None:
+            self._check_frozen()
         for what, size in (("batch", self.batch), ("tokens", self.tokens)):
             if not 1 <= size <= 10**9:
                 raise InputError(f"{what} cannot be {size}", hint="a whole number from 1 to 10^9")
 
-    def _check_frozen(self, quantize: str | None) -> None:
-        if quantize is not None and self.lora is None:
+    def _check_frozen(self) -> None:
+        if self.lora is None:
             raise InputError("4-bit weights do not train", hint="add --lora r=16")
 
     @property
@@ -210,19 +211,22 @@ class Configured:
         model.train()
         if self.lora is not None:
             model.requires_grad_(False)
-        if self._stored is not None:
-            quantize_linear(model, _width(model))
+        if (stored := self._stored) is not None:
+            quantize_linear(model, _width(model), stored)
         if self.lora is not None:
             model = _with_lora(model, self.lora)
         return model, batch
 
     @property
-    def _stored(self) -> str | None:
+    def _stored(self) -> FourBits | None:
         """How frozen weights are stored: as asked for, or as the configuration says."""
-        if self.quantize is not None or self.name.startswith("timm:"):
-            return self.quantize
+        if self.quantize is not None:
+            return FourBits()
+        if self.name.startswith("timm:"):
+            return None
         stored = quantization_of(self._configuration, self.name)
-        self._check_frozen(stored)
+        if stored is not None:
+            self._check_frozen()
         return stored
 
     def _from_transformers(self) -> tuple[nn.Module, Any]:

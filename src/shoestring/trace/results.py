@@ -5,9 +5,9 @@ many times. PyTorch works a result out each time, or finds it by a key that take
 Here the form of a result (shape, strides, type, whose storage it is) is known by a short key after
 the first time; all that is out of the ordinary goes to PyTorch.
 
-PyTorch's shape functions give some results the strides of an operand where the CPU's kernel gives
-none of it: a BatchNorm over transposed tokens returns a contiguous tensor, and whoever reads its
-transpose makes a copy. These are corrected (`tests/trace/test_result_forms.py` compares many).
+PyTorch's shape functions give some results the strides of an operand, but the CPU's kernel does
+not: BatchNorm over transposed tokens returns a contiguous tensor, and an operation that reads its
+transpose copies it. `_DENSE` corrects these (`tests/trace/test_result_forms.py` compares many).
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ def result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if key not in _known:
         if len(_known) >= _MOST:
             _known.clear()
-        unchanged = not func._schema.is_mutable or key == _key(func, args, kwargs, [])
-        unchanged = unchanged or dense
+        written = func._schema.is_mutable and not dense  # statistics keep their form
+        unchanged = not written or key == _key(func, args, kwargs, [])
         _known[key] = _seen(out, operands) if unchanged else None
     return out
 
