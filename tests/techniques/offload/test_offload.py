@@ -208,6 +208,24 @@ def test_what_was_fetched_ahead_is_not_used_once_the_state_was_changed(way: str)
     assert equal(*ended)
 
 
+def test_a_chunk_that_was_fetched_with_more_parameters_than_are_updated(way: str) -> None:
+    """An update of all gradients has other chunks than those that the backward pass asks for."""
+    ended = []
+    for plan in [(ss.GradientRelease(),), (ss.GradientRelease(), OFFLOAD)]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(48, 48, bias=False) for _ in range(9)))
+        backward = list(model.parameters())[::-1]  # as the backward pass comes by
+        step = ss.apply(plan, model, OPTIMIZERS["adamw"](backward), loss=loss)
+        for number in range(3):
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, 0.1)
+            step._setup.update()
+            step._drop_gradients()
+            step(data(number))
+        ended.append(step)
+    assert equal(*ended)
+
+
 def test_state_there_is_already_is_moved(way: str) -> None:
     model = network()
     own = OPTIMIZERS["adamw"](model.parameters())

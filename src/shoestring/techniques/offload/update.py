@@ -186,9 +186,10 @@ class Link:
         """
         nbytes = sum(held.moved_bytes for held in hosted.values())
         begun = self._ready.get(key)
-        if begun is not None and all(p.fits(hosted[owner]) for owner, p in begun[2].items()):
-            return
-        self._ready.pop(key, None)  # another state was loaded since
+        if begun is not None and begun[2].keys() == hosted.keys():
+            if all(passage.fits(hosted[owner]) for owner, passage in begun[2].items()):
+                return
+        self._ready.pop(key, None)  # other parameters follow, or another state was loaded since
         if not nbytes:
             return
         taken = {index: k for k, (index, _, _) in self._ready.items()}
