@@ -22,7 +22,7 @@ from shoestring.step.predict import predict_step
 from shoestring.techniques import host
 from shoestring.techniques import offload as technique
 from shoestring.techniques.host import _pinned, folder_for, in_memory
-from shoestring.techniques.offload.state import OffloadedState
+from shoestring.techniques.offload.state import OffloadedEntries, OffloadedState
 from shoestring.trace.places import is_elsewhere
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -224,6 +224,22 @@ def test_a_chunk_that_was_fetched_with_more_parameters_than_are_updated(way: str
             step(data(number))
         ended.append(step)
     assert equal(*ended)
+
+
+def test_what_is_packed_stays_packed() -> None:
+    """A step count that stays on the device is no reason to pack all state again."""
+    there = torch.zeros(8)
+    entries = OffloadedEntries(lambda value: value, {"exp_avg": there, "step": torch.zeros(())})
+    entries.flat = packed = torch.zeros(32, dtype=torch.uint8)
+    here = torch.ones(8)
+    entries.enter({"exp_avg": (here, there)})
+    entries["step"].add_(1)
+    [(copied, place)] = entries.leave()
+    assert entries.flat is packed and copied is here and place is there
+    assert entries["exp_avg"] is there and entries["step"] == 1
+    entries.enter({"exp_avg": (here, there)})
+    entries["exp_avg"] = torch.ones(8)  # another tensor, which must be packed anew
+    assert entries.leave() == [] and entries.flat is None
 
 
 def test_state_there_is_already_is_moved(way: str) -> None:

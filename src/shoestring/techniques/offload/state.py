@@ -38,6 +38,8 @@ class OffloadedEntries(dict[str, Any]):
         self.flat: torch.Tensor | None = None
         """All that was moved, one after the other, where it is packed."""
         self._moved: list[tuple[str, torch.Tensor]] | None = None
+        self._before: Entries = {}
+        """While an update runs: what was there when it began."""
         self.update(given)
 
     def __setitem__(self, key: str, value: Any) -> None:
@@ -104,19 +106,20 @@ class OffloadedEntries(dict[str, Any]):
     def enter(self, held: dict[str, Pair]) -> None:
         """An update begins: it finds copies on the device, and may add what it likes."""
         self.moved()
-        self.open, self.held = True, held
+        self.open, self.held, self._before = True, held, dict(self)
         for key, (here, _) in held.items():
             super().__setitem__(key, here)
 
     def leave(self) -> list[Pair]:
         """It has ended: the copies to write back, with their places; what is new is moved."""
         self.open, held, self.held = False, self.held, {}
+        before, self._before = self._before, {}
         back = []
         for key, value in list(self.items()):
             if key in held and value is held[key][0]:
                 back.append(held[key])
                 super().__setitem__(key, held[key][1])
-            else:
+            elif key not in before or value is not before[key]:  # else all stays packed
                 self[key] = value
         return back
 
