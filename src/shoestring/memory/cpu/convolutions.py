@@ -101,9 +101,9 @@ def _columns(op: Op, weight: TensorSpec, source: TensorSpec, result: TensorSpec)
     return images * patch * pixels * weight.dtype.itemsize
 
 
-def _by_image(op: Op, kind: SixteenBits, small: TensorSpec, made: TensorSpec) -> int:
+def _by_image(op: Op, small: TensorSpec, made: TensorSpec) -> int:
     """Kernels of one pixel pack the pixels that they read, where they leave some out, and sum
-    emulated bf16 in FP32: an image a thread."""
+    16 bits in FP32: an image a thread."""
     given = dict(op.inputs)
     weight = given["weight"]
     if not _of_one_pixel(weight):
@@ -112,7 +112,7 @@ def _by_image(op: Op, kind: SixteenBits, small: TensorSpec, made: TensorSpec) ->
     if _stride(op) > 1:
         pixels = math.prod(small.shape[2:])
         nbytes += given["input"].shape[1] * pixels * weight.dtype.itemsize + _SMALL
-    if kind in ("sums", "unknown") and narrow:
+    if narrow:
         nbytes += 4 * _to_blocks(made.shape[1]) * math.prod(made.shape[2:])
     return torch.get_num_threads() * nbytes
 
@@ -130,7 +130,7 @@ def convolution(op: Op) -> int:
         return _columns(op, weight, source, result) + copied + turned + _unfit(op, "input")
     weights, first = _weight_bytes(weight, groups), _is_first(weight, groups)
     small = torch.get_num_threads() * (_FEW_CHANNELS if first else _SMALL)
-    beside = _by_image(op, kind, result, result)
+    beside = _by_image(op, result, result)
     if dict(op.settings).get("transposed", False):
         copies = 0 if last and weight.dtype.itemsize == 4 else 2 * _padded(result)
         return copies + 2 * _padded(source) + 2 * weights + beside
@@ -169,7 +169,7 @@ def convolution_backward(op: Op) -> int:
     weights += (torch.get_num_threads() - 1) * wide  # each has sums of its own
     if max(dict(op.settings).get("dilation", (1,))) > 1:  # of one image, where no kernel is fitted
         weights += _columns(op, weight, source, gradient)
-    weights += _by_image(op, kind, gradient, source) + torch.get_num_threads() * _SMALL
+    weights += _by_image(op, gradient, source) + torch.get_num_threads() * _SMALL
     if not last:
         wanted = dict(op.settings).get("output_mask", (True,))[0]
         read = _padded(source) if wanted or not _is_first(weight, groups) else 0

@@ -78,8 +78,21 @@ def _attention_backward(op: Op) -> int:
     query = dict(op.inputs)["query"]
     each = 8 * rows * columns + 512
     if query.dtype.itemsize == 2:
-        each += 4 * rows * columns + 4 * max(rows, columns) * channels
+        sums = 4 * max(rows, columns) * channels
+        if sixteen_bits(query.dtype) == "blocks":
+            sums = max(sums, _attention_sums(rows, columns, channels))
+        each += 4 * rows * columns + sums
     return max(nbytes_of(query) * 9 // 8, nbytes_of(query) + torch.get_num_threads() * each)
+
+
+def _attention_sums(rows: int, columns: int, channels: int) -> int:
+    """Of its products, block by block: FP32 sums of a result, and the operands packed."""
+    rows, columns = -(-rows // 32) * 32, -(-columns // 32) * 32
+    wide, some = min(max(channels, 16), 64), min(columns, 256)
+    of_columns = 4 * wide * some + 2 * rows * some + 128 * rows
+    of_rows = 4 * wide * rows + 128 * columns
+    many = 128 * (columns + wide) + 2048
+    return max(of_columns, of_rows, many) + 2048
 
 
 def _lstm(op: Op) -> int:
