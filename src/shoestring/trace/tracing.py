@@ -18,11 +18,11 @@ from torch import nn
 from ..errors import InputError, ShoestringError, TraceError
 from ..torch_private.dispatch import inner_tensors
 from ..torch_private.fake_tensors import (
-    LOGGER,
     FakeTensorMode,
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
+from ..torch_private.loggers import FAKE_TENSORS
 from ..torch_private.trees import tree_leaves
 from .answers import INSIDE, Answers, reads_values, with_answers
 from .attributes import Held, held_by, moved_modules
@@ -154,7 +154,7 @@ def named_failures(recorder: Recorder | None = None) -> Iterator[None]:
 @contextmanager
 def _unlogged() -> Iterator[None]:
     """PyTorch logs what a shape function raises, with its traceback; here it is an error."""
-    logger = logging.getLogger(LOGGER)
+    logger = logging.getLogger(FAKE_TENSORS)
     disabled, logger.disabled = logger.disabled, True
     try:
         yield
