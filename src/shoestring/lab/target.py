@@ -88,7 +88,7 @@ def flagged_plan(name: str, given: Mapping[str, Any]) -> Plan:
 
 
 def _part(plan: Plan, data: Any) -> Any:
-    """What runs at once of a batch; other changes of it are left to who predicts the step."""
+    """The part of a batch that runs at once; `profile` makes other changes of it."""
     for technique in plan.techniques:
         if technique.at_once is not None:
             data = technique.prepare(data)
