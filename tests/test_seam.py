@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
-from shoestring.techniques import registered
+from shoestring.techniques import Technique, registered
 
 SOURCE = Path(__file__).parents[1] / "src" / "shoestring"
 EXCEPTIONS = {
@@ -54,6 +55,13 @@ def test_techniques_are_named_in_their_folders_alone() -> None:
         if not path.startswith("techniques/") and (names := _named(file)):
             found[path] = names
     assert found.keys() == EXCEPTIONS.keys(), found
+
+
+def test_its_page_names_all_of_the_contract() -> None:
+    page = (SOURCE.parents[1] / "docs" / "adding-a-technique.md").read_text(encoding="utf-8")
+    said = {word.split("(")[0] for word in re.findall(r"`([^`]+)`", page)}
+    names = {n for n in (*vars(Technique), *Technique.__annotations__) if not n.startswith("_")}
+    assert names - said == set()
 
 
 def test_no_technique_knows_another() -> None:

@@ -15,7 +15,7 @@ from torch import nn
 
 import shoestring as ss
 from shoestring.errors import BudgetError, InputError, ShoestringError
-from shoestring.techniques import Checkpointing, Microbatching, Precision
+from shoestring.techniques import Checkpointing, Microbatching, Offload, Precision
 
 
 class Wrapped(torch.optim.Optimizer):
@@ -217,9 +217,9 @@ class World:
                 for p, held in optimizer.state.items()
             }
             found[f"{name} attributes"] = {
-                key: id(value)
+                key: _print(value)
                 for key, value in vars(optimizer).items()
-                if key != "_zero_grad_profile_name"
+                if key not in ("_zero_grad_profile_name", "state", "param_groups")
             }
         wrapper = self.optimizer
         own = dict(wrapper.state) if isinstance(wrapper, Lookahead) else {}
@@ -378,3 +378,13 @@ def test_lists_within_what_a_loss_refers_to_are_put_back() -> None:
     )  # fmt: skip
     step(torch.randn(4, 4))
     assert trainer.metrics["train"]["accuracy"] == [1.0, 1.0]  # of two microbatches, not of tests
+
+
+def test_hooks_of_a_copy_do_not_stay_on_the_optimizer() -> None:
+    world = World(OPTIMIZERS["plain"])
+    before = world.fingerprint()
+    saved = copy.deepcopy(world.inner.state_dict())
+    ss.verify([Offload(smallest=1)], world.model, [world.batch], loss=World.plain_of,
+              optimizer=world.optimizer, steps=1)  # fmt: skip
+    assert world.fingerprint() == before
+    torch.testing.assert_close(world.inner.state_dict(), saved, rtol=0, atol=0)

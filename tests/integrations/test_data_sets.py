@@ -17,18 +17,19 @@ from cli.calling import call
 from shoestring.integrations.lengths import Lengths
 from shoestring.integrations.worst_batch import worst_batch
 from shoestring.step.predict import evaluation_bytes
+from work import calls
 
 transformers = pytest.importorskip("transformers", reason="needs transformers")
 
 
-def test_a_million_lengths_are_read_in_five_seconds(tmp_path: Path) -> None:
+def test_a_million_lengths_are_read_in_two_calls_each(tmp_path: Path) -> None:
     tokens = np.random.default_rng(0).integers(1, 4000, 1_000_000)
     tokens[654_320] = 5000
     file = tmp_path / "lengths.txt"
     file.write_text("\n".join(map(str, tokens)))
-    start = time.process_time()
-    found = Lengths.read(str(file))
-    assert time.process_time() - start < 5
+    made = []
+    assert calls(lambda: made.append(Lengths.read(str(file)))) < 2.1e6
+    found = made[0]
     assert found.longest == 5000 and np.array_equal(found.tokens, tokens)
     assert "1,000,000 examples" in str(found) and "(line 654,321)" in str(found)
     assert found.over(4999) == "1 of 1,000,000 examples (line 654,321: 5,000 tokens)"

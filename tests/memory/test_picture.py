@@ -11,7 +11,8 @@ from torch import nn
 
 import shoestring as ss
 from shoestring.integrations.pages import plan_page
-from shoestring.memory.picture import HEIGHT, Curve, draw_curves, thinned
+from shoestring.memory.picture import HEIGHT, Curve, draw_curves, draw_timeline, repeated, thinned
+from shoestring.memory.timeline import ROLES, Role, Timeline
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -33,6 +34,28 @@ def test_a_thinned_curve_keeps_its_peak():
     totals = np.arange(5_000) % 4_321
     assert max(thinned(totals)) == 4_320 and len(thinned(totals)) == 400
     assert thinned(np.array([3, 1])) == (3, 1)
+
+
+def test_a_thinned_curve_is_not_stretched():
+    """Each value stands where its instants are, also where 431 are drawn as 400."""
+    drawn = np.array(thinned(np.arange(431)))
+    assert np.abs(drawn - np.linspace(0, 430, 400)).max() <= 2
+
+
+def test_the_peak_is_marked_where_it_is_drawn():
+    table = np.zeros((431, len(ROLES)), dtype=np.int64)
+    table[:, 0], table[200, ROLES.index(Role.TRANSIENT)] = 10, 90
+    timeline = Timeline((("operation", "forward", ""),) * 431, table, ())
+    root = ElementTree.fromstring(draw_timeline(timeline, "t").svg)
+    paths = {e.get("style", ""): e.get("d", "") for e in root.iter(f"{SVG}path")}
+    edge = paths["fill:var(--transient)"].strip("MZ").split("L")
+    points = [tuple(map(float, pair.split())) for pair in edge]
+    top = min(y for _, y in points)
+    at = [x for x, y in points if y == top]
+    mark = float(
+        next(d for style, d in paths.items() if "dasharray" in style).strip("M").split()[0]
+    )
+    assert min(at) <= mark <= max(at)
 
 
 def test_a_profile_draws_its_roles(parts, tmp_path):
@@ -58,6 +81,23 @@ def test_a_plan_draws_both_steps_below_its_budget(parts, tmp_path):
     for page in (plan._repr_html_(), plan_page("tiny", plan)):
         assert picture.svg in page
         assert all(choice.why in unescape(page) for choice in plan.choices)
+
+
+def test_every_microbatch_is_drawn(parts):
+    """The peak comes once for each part of the batch."""
+    model, batch, _ = parts
+    plan = ss.plan(
+        model, batch, loss=loss, optimizer="sgd-plain", budget="1 MB", accounting="fundamental",
+        allow="lossless",
+    )  # fmt: skip
+    at_once, curve = plan.plan.at_once, plan.predicted.curve
+    assert at_once is not None and max(curve) == plan.predicted.peak_bytes
+    assert curve.count(max(curve)) % -(-512 // at_once) == 0
+
+
+def test_of_a_thousand_microbatches_the_peak_is_drawn():
+    drawn = repeated(np.arange(5_000), 1_000)
+    assert len(drawn) == 1_000 and set(drawn) == {4_999}
 
 
 def test_heights_are_in_proportion():

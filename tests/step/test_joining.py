@@ -3,7 +3,6 @@
 import socket
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -41,11 +40,9 @@ def free_port():
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_never_comes_is_not_waited_for(rank):
-    began = time.monotonic()
     process = started(rank, free_port(), 3)
     said, _ = process.communicate(timeout=120)
     assert f"refused: rank {rank}: not all 2 ranks started within 3 s" in said
-    assert time.monotonic() - began < 110
 
 
 @pytest.mark.slow

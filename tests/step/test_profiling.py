@@ -4,8 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from torch import Tensor, nn
 
 import shoestring as ss
 from shoestring.lab.models import builtin
+from work import calls
 
 SOURCE = Path(__file__).parents[2] / "src"
 BATCH = 8
@@ -234,24 +233,16 @@ def test_mistakes_are_value_errors_with_a_way_out() -> None:
 # -- what it costs to ask ----------------------------------------------------------------------
 
 
-def best_of_three(work: Callable[[], object]) -> float:
-    """The least processor time of three: other work on the machine only ever adds to it."""
-    seconds = []
-    for _ in range(3):
-        started = time.process_time()
-        work()
-        seconds.append(time.process_time() - started)
-        if seconds[-1] < 1.0:
-            break
-    return min(seconds)
-
-
-def test_a_profile_takes_seconds() -> None:
-    """Under 3 s on two quiet cores; twice that where others work on them too."""
+def test_a_profile_is_little_work() -> None:
+    """Two traces would be more: one makes 0.56 million calls."""
     known = builtin("wrn-28-2")
     model, batch = known.build(), known.batch(100)
-    took = best_of_three(lambda: ss.profile(model, batch, loss=known.loss, optimizer="sgd"))
-    assert took < 6.0
+
+    def work() -> None:
+        ss.profile(model, batch, loss=known.loss, optimizer="sgd")
+
+    work()  # what is imported and learned once does not count
+    assert calls(work) < 1e6
 
 
 def python(code: str) -> str:
@@ -267,22 +258,16 @@ def python(code: str) -> str:
     return done.stdout
 
 
-@pytest.mark.slow
 def test_the_import_adds_little_to_torch() -> None:
+    """What it offers is imported when it is first used."""
     code = """
-import time
+import sys
 import torch
-started = time.process_time()
+before = set(sys.modules)
 import shoestring
-print(time.process_time() - started)
+print(sorted(set(sys.modules) - before))
 """
-    assert min(float(python(code)) for _ in range(2)) < 1.0
-
-
-def test_heavy_modules_are_not_imported() -> None:
-    heavy = "matplotlib sklearn transformers torchvision pandas scipy.optimize".split()
-    code = f"import sys, shoestring; print([m for m in {heavy} if m in sys.modules])"
-    assert python(code) == "[]\n"
+    assert python(code) == "['shoestring', 'shoestring.errors', 'shoestring.version']\n"
 
 
 @pytest.mark.slow
@@ -290,7 +275,7 @@ def test_seven_billion_parameters_need_no_memory() -> None:
     """Llama 7B from its configuration: 6.7 billion parameters, 4 × 2048 tokens, Adam."""
     pytest.importorskip("transformers")
     code = """
-import json, resource, time
+import json, resource
 import torch
 
 def resident_bytes():
@@ -306,7 +291,6 @@ from shoestring.step.profiling import profile
 from shoestring.lab.target import default_loss
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-started = time.process_time()
 with FakeTensorMode(allow_non_fake_inputs=True):
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
         vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32,
@@ -319,7 +303,6 @@ print(json.dumps({
     "parameters": found.parameters,
     "model_bytes": found.as_dict()["model_bytes"],
     "peak_bytes": found.peak_bytes,
-    "seconds": time.process_time() - started,
     "above_torch_bytes": largest_bytes() - before,
 }))
 """
@@ -330,4 +313,3 @@ print(json.dumps({
     assert found["model_bytes"] == 4 * 6_738_415_616
     assert found["peak_bytes"] > 4 * found["model_bytes"]
     assert found["above_torch_bytes"] < 1.5e9
-    assert found["seconds"] < 30

@@ -15,7 +15,9 @@ import torch
 from torch import nn
 
 import shoestring as ss
+from shoestring.lab.target import at_once, resolve
 from shoestring.techniques.registry import register, unregister
+from tiny_nets import TINY
 
 TESTS = Path(__file__).parents[1]
 TOY = TESTS / "toy"
@@ -43,6 +45,15 @@ def step() -> tuple[nn.Module, torch.Tensor, dict[str, Any]]:
 
 def momentum_bytes(model: nn.Module) -> int:
     return sum(p.nbytes for p in model.parameters())
+
+
+@pytest.fixture(scope="module")
+def small_images(toy: Any) -> Iterator[Any]:
+    """Of another kind: it changes the batch, not the update."""
+    from small_images import SmallImages
+
+    yield register(SmallImages)
+    unregister(SmallImages.name)
 
 
 def test_it_is_written_and_read(toy: Any, tmp_path: Path) -> None:
@@ -97,6 +108,27 @@ def test_what_it_refuses_is_not_planned(toy: Any) -> None:
     assert plan.narrow_state is None
 
 
+def test_a_batch_is_changed_once(small_images: Any) -> None:
+    """Also where a target made the part of it that runs at once."""
+    given = {"loss": lambda m, b: m(b[0]).square().mean(), "optimizer": "sgd"}
+    whole = ss.Plan([small_images(2), ss.Microbatching(4)])
+    target = resolve(TINY, ["8x3x32x32"], plan=whole)
+    found = ss.profile(target.model, target.batch, **given, techniques=at_once(whole))
+    small = resolve(TINY, ["4x3x16x16"])
+    assert found.peak_bytes == ss.profile(small.model, small.batch, **given).peak_bytes
+
+
+def test_a_changed_batch_is_planned_and_keeps_its_word(small_images: Any) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    given = {"loss": lambda m, b: m(b).square().mean(), "optimizer": optimizer}
+    batch = torch.randn(1, 3, 64, 64)
+    plan = ss.plan(model, batch, **given, budget="600 KB", allow="lossless,small_images")
+    assert plan.small_images == small_images(2) and plan.kind == "lossy"
+    made = ss.apply(plan, model, optimizer, loss=given["loss"])
+    assert made.measure(batch).peak_bytes == pytest.approx(plan.predicted.peak_bytes, rel=0.01)
+
+
 STUDY = """
 [base]
 model = "tiny_nets:tiny_linear"
@@ -139,6 +171,8 @@ def test_its_flag_is_on_the_command_line_and_in_studies(tmp_path: Path) -> None:
         ("train", *tiny, "--state-type", "fp32", "--out", "runs/fp32"),
         ("train", *tiny, "--state-type", "bf16", "--out", "runs/bf16"),
         ("report", "runs", "--out", "loose"),
+        ("profile", TINY, "--input", "8x3x32x32", "--shrink", "2", "--json"),
+        ("profile", TINY, "--input", "8x3x16x16", "--json"),
     ]  # fmt: skip
     paths = [str(TOY), str(TESTS), str(TESTS.parent / "src")]
     done = subprocess.run(
@@ -146,11 +180,12 @@ def test_its_flag_is_on_the_command_line_and_in_studies(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)}, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    help_text, plain, narrow, *_ = json.loads(done.stdout)
+    help_text, plain, narrow, *_, shrunk, small = json.loads(done.stdout)
     assert "--state-type" in help_text
     plain, narrow = json.loads(plain), json.loads(narrow)
     assert narrow["optimizer_state_bytes"] * 2 == plain["optimizer_state_bytes"]
     assert narrow["state_type"] == "bf16"
+    assert json.loads(shrunk)["peak_bytes"] == json.loads(small)["peak_bytes"]
     table = next((tmp_path / "out").rglob("tables.md")).read_text()
     assert "state type" in table and "bf16" in table
     assert "bf16" in next((tmp_path / "loose").rglob("tables.md")).read_text()

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from shoestring.errors import InputError, TraceError
+from shoestring.step.trace_step import trace_plan
+from shoestring.techniques.plan import Plan
 from shoestring.trace.tracing import trace_model
 
 
@@ -34,6 +36,21 @@ def test_losses_that_are_none(loss: Callable[..., Any], message: str) -> None:
     with pytest.raises(InputError, match=message) as caught:
         trace_model(nn.Linear(4, 2), torch.randn(3, 4), loss=loss)
     assert caught.value.hint
+
+
+def test_a_loss_that_trains_another_model_than_it_is_given() -> None:
+    model, batch = nn.Linear(4, 2), torch.randn(3, 4)
+
+    def loss(_: nn.Module, batch: Tensor) -> Tensor:
+        return mean_square(model, batch)
+
+    for device in ("cpu", "cuda"):
+        with pytest.raises(InputError, match="reaches no parameter of the model") as caught:
+            trace_model(model, batch, loss=loss, device=device)  # type: ignore[arg-type]
+    assert "first argument" in caught.value.hint
+    with pytest.raises(InputError, match="reaches no parameter of the model"):
+        trace_plan(Plan(()), model, batch, loss=loss, optimizer="sgd", device="cpu")
+    assert model.weight.grad is None
 
 
 def test_optimizer_of_another_model() -> None:

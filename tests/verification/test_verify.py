@@ -509,6 +509,38 @@ def test_the_error_is_of_the_worst_tensor() -> None:
     assert relative_error([(0 * ones, 0 * ones)]) == 0
 
 
+def test_sparse_gradients_are_compared() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(50, 8, sparse=True), nn.Linear(8, 4))
+    batch, optimizer = torch.arange(12), torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = model(batch).square().sum()
+        return out
+
+    for units, right in (("sum", True), ("examples", False)):
+        found = verify([Microbatching(4, units=units)], model, [batch], loss=loss,
+                       optimizer=optimizer, steps=2)  # fmt: skip
+        assert found["gradients"].ok is right, found
+
+
+@pytest.mark.parametrize("how", ["the loss", "a forward"])
+def test_copies_that_train_the_model_itself_are_not_compared(how: str) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 5))
+    optimizer, batch = torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(16, 8)
+    before = model[0].forward
+    if how == "a forward":  # of the instance; a copy of the module has this very function
+        model[0].forward = lambda x: 0.9 * before(x)
+
+    def loss(given: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = (given if how == "a forward" else model)(batch).square().mean()
+        return out
+
+    with pytest.raises(InputError, match="a copy of the model trains parameters of the model"):
+        verify([Microbatching(4)], model, [batch], loss=loss, optimizer=optimizer)
+    assert model[0].weight.grad is None
+
+
 def test_infinite_parameters_are_never_what_was_claimed() -> None:
     for claim in (Level.NEAR, Level.LOSSY):
         for what in ("parameters", "gradients"):

@@ -14,7 +14,7 @@ import typer
 
 from ..errors import InputError, ShoestringError, render
 from ..progress import working
-from ..torch_private.fake_tensors import LOGGER
+from ..torch_private.loggers import FAKE_TENSORS
 from ..version import __version__
 from . import doctor as doctor
 from . import fit_verbs as fit_verbs
@@ -460,7 +460,8 @@ def main() -> NoReturn:
     if isinstance(sys.stdout, TextIOWrapper):  # a path may have bytes that are not text
         sys.stdout.reconfigure(errors="backslashreplace")
     # It logs a traceback of its own for every error that is then raised and shown as one line.
-    logging.getLogger(LOGGER).setLevel(logging.CRITICAL)
+    # A filter, because importing PyTorch sets its level.
+    logging.getLogger(FAKE_TENSORS).addFilter(_silent)
     status = None
     try:
         status = app(standalone_mode=False)  # an early exit, such as --version, returns its status
@@ -497,6 +498,10 @@ def main() -> NoReturn:
     if status == 130:  # Typer makes this of Ctrl-C
         _fail("stopped", 130)
     sys.exit(status or 0)
+
+
+def _silent(_: logging.LogRecord) -> bool:
+    return False
 
 
 def _usage_message(error: Any) -> str:

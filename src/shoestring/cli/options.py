@@ -7,19 +7,17 @@ import inspect
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 
 from ..errors import InputError
 from ..files import json_text
-from ..lab.models import LONGEST_SENTENCE_TOKENS, SENTENCE_TOKENS
-from ..lab.target import Target, batch_unit, flagged_plan, resolve
-from ..techniques.base import Flag
-from ..techniques.plan import Plan
-from ..techniques.registry import flags, registered
-from ..trace.split import examples_of
+from . import declared
+
+if TYPE_CHECKING:
+    from ..lab.target import Target
+    from ..techniques.plan import Plan
 
 ModelName = Annotated[
     str,
@@ -105,7 +103,7 @@ Command = Callable[..., None]
 
 def lossy_names() -> list[str]:
     """By which techniques are allowed to be lossy."""
-    return [kind.allow or name for name, kind in registered().items()]
+    return [technique.allow for technique in declared.techniques()]
 
 
 def with_technique_flags(command: Command) -> Command:
@@ -114,14 +112,15 @@ def with_technique_flags(command: Command) -> Command:
     It is called with those that were given, by name.
     """
     plain = inspect.signature(command, eval_str=True)
-    options = [_option(flag) for flag in flags().values()]
+    flags = [flag for technique in declared.techniques() for flag in technique.options]
+    options = [_option(flag) for flag in flags]
     parameters: list[inspect.Parameter] = []
     for parameter in plain.parameters.values():
         parameters += options if parameter.name == "techniques" else [parameter]
 
     @functools.wraps(command)
     def called(**given: Any) -> None:
-        named = {name: given.pop(name) for name in flags()}
+        named = {flag.name: given.pop(flag.name) for flag in flags}
         chosen = {n: v for n, v in named.items() if v is not None and v is not False}
         command(**given, techniques=chosen)
 
@@ -130,7 +129,7 @@ def with_technique_flags(command: Command) -> Command:
     return called
 
 
-def _option(flag: Flag) -> inspect.Parameter:
+def _option(flag: declared.Option) -> inspect.Parameter:
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     option = typer.Option("--" + flag.name.replace("_", "-"), help=flag.help)
     wanted: Any = bool if flag.kind is bool else flag.kind | None
@@ -170,6 +169,11 @@ def planned(
 
     A batch that is not given has 8 images or 100 tokens, or two microbatches if that is more.
     """
+    import torch
+
+    from ..lab.target import batch_unit, flagged_plan, resolve
+    from ..techniques.plan import Plan
+
     if plan is not None and techniques:
         raise InputError(
             f"--plan and --{next(iter(techniques))} are both given",
@@ -187,6 +191,8 @@ def planned(
 
 def _small_batch(unit: str, plan: Plan, *, flagged: bool) -> int:
     """Large enough for two parts; a plan counts examples, a flag the model's own unit."""
+    from ..lab.models import LONGEST_SENTENCE_TOKENS, SENTENCE_TOKENS
+
     parts = 2 * (plan.at_once or 0)
     if unit == "images":
         return max(8, parts)
@@ -206,6 +212,8 @@ def check_at_once(plan: Plan, batch: int, unit: str) -> None:
 
 def _check_parts(target: Target, at_once: int) -> None:
     """Whole examples must run at once."""
+    from ..trace.split import examples_of
+
     examples = examples_of(target.batch) or 1
     each = target.batch_size // examples
     if at_once % each or at_once > target.batch_size:

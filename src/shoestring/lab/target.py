@@ -87,6 +87,14 @@ def flagged_plan(name: str, given: Mapping[str, Any]) -> Plan:
     return from_flags(given, batch_unit(name))
 
 
+def _part(plan: Plan, data: Any) -> Any:
+    """The part of a batch that runs at once; `profile` makes other changes of it."""
+    for technique in plan.techniques:
+        if technique.at_once is not None:
+            data = technique.prepare(data)
+    return data
+
+
 def at_once(plan: Plan) -> Plan:
     """The plan without its microbatches, for a batch that is one microbatch already."""
     return Plan(technique for technique in plan.techniques if technique.at_once is None)
@@ -142,8 +150,7 @@ def _configured(
     given = {key: value for key, value in how.items() if value is not None}
     made = Configured(name, batch=batch or 1, **given)
     model, data = made.build()
-    for technique in plan.techniques:
-        data = technique.prepare(data)
+    data = _part(plan, data)
     return Target(name, model, data, loss_of, "adamw", made.batch, made.unit)
 
 
@@ -197,8 +204,7 @@ def _imported(
     data: Any = tuple(tensors)
     if True in named:
         data = {str(s.name): t for s, t in zip(specs, tensors, strict=True)}
-    for technique in plan.techniques:
-        data = technique.prepare(data)
+    data = _part(plan, data)
     checked = loss_function if real else _checking_types(loss_function)
     return Target(name, model, data, checked, "sgd", size, "examples")
 

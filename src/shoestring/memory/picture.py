@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -72,9 +73,19 @@ class Curve:
 
 def thinned(totals: np.ndarray, most: int = MOST_POINTS) -> tuple[int, ...]:
     """At most so many values; each is the largest of its neighbors, so the peak stays."""
-    parts = np.array_split(totals, most) if len(totals) > most else [totals[i : i + 1]
-             for i in range(len(totals))]  # fmt: skip
-    return tuple(int(part.max()) for part in parts)
+    return tuple(int(totals[part].max()) for part in _slices(len(totals), most))
+
+
+def repeated(totals: np.ndarray, times: int) -> np.ndarray:
+    """The curve of parts that run one after another, each like the one that is given."""
+    return np.tile(thinned(totals, max(MOST_POINTS // times, 1)), times) if times > 1 else totals
+
+
+def _slices(count: int, most: int = MOST_POINTS) -> list[slice]:
+    """Instants in at most so many parts of equal length, so that none is drawn wider."""
+    parts = min(count, most)
+    ends = [count * i // parts for i in range(parts + 1)] if parts else [0]
+    return [slice(*pair) for pair in pairwise(ends)]
 
 
 def draw_curves(
@@ -107,9 +118,9 @@ def draw_timeline(timeline: Timeline, title: str) -> Picture:
     frame = _Frame(int(totals.max(initial=1)))
     parts = frame.axes("operations of one training step, first to last")
     table = timeline.bytes_by_role
-    if len(table) > MOST_POINTS:  # whole instants, so that the roles still add up
-        chunks = np.array_split(np.arange(len(table)), MOST_POINTS)
-        table = table[[int(chunk[totals[chunk].argmax()]) for chunk in chunks]]
+    slices = _slices(len(totals))
+    # Whole instants, so that the roles still add up.
+    table = table[[part.start + int(totals[part].argmax()) for part in slices]]
     below = np.zeros(len(table), dtype=np.int64)
     names = []
     for column, role in enumerate(ROLES):
@@ -121,7 +132,8 @@ def draw_timeline(timeline: Timeline, title: str) -> Picture:
         below = above
         names.append((role.value.replace("_", " "), role.value))
     if len(totals):
-        x = frame.x((timeline.peak_instant + 0.5) / len(totals))
+        peak = next(i for i, part in enumerate(slices) if timeline.peak_instant < part.stop)
+        x = frame.x((peak + 0.5) / len(slices))
         parts.append(
             f'<path d="M{x:.1f} {_TOP}V{HEIGHT - _BOTTOM}" '
             'style="stroke:var(--ink);stroke-dasharray:5 3"/>'

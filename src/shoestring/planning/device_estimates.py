@@ -16,7 +16,7 @@ import numpy as np
 from ..errors import InputError, TraceError
 from ..memory.cpu.scratch import scratch_above
 from ..memory.device import device_timeline
-from ..memory.picture import thinned
+from ..memory.picture import repeated, thinned
 from ..memory.prediction import Prediction
 from ..memory.reserved import reserved
 from ..memory.timeline import resident_bytes
@@ -394,7 +394,8 @@ class DeviceEstimates:
         )  # fmt: skip
 
     def _curve(self, passes: np.ndarray, setting: Setting) -> tuple[int, ...]:
-        """Of both passes, and of the update, which is traced apart and drawn as a twentieth."""
+        """Of the passes of each part, and of the update, which is drawn as a twentieth."""
+        passes = repeated(passes, setting.scales.parts)
         inside = any(t.updates_in_backward for t in setting.techniques)
         update = 0 if inside else len(passes) // 20 + 1
         return thinned(np.append(passes, np.full(update, self.floor_bytes(setting))))

@@ -16,7 +16,7 @@ from typing import Any
 from ..errors import InputError, UnknownOperationWarning
 from ..memory.fundamental import parameter_bytes
 from ..memory.model import MemoryProfile, memory_profile
-from ..memory.picture import thinned
+from ..memory.picture import repeated, thinned
 from ..memory.prediction import Prediction
 from ..memory.work import Work
 from ..techniques import registered
@@ -173,7 +173,7 @@ class FundamentalEstimates:
         seconds = IDEAL.seconds(work)
         return Prediction(
             made.peak_bytes, "fundamental", "any", seconds, flops, IDEAL.source,
-            curve=thinned(made.timeline.totals),
+            curve=thinned(repeated(made.timeline.totals, parts)),
         )  # fmt: skip
 
 

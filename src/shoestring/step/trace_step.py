@@ -34,7 +34,7 @@ from ..trace.graph import Phase, Trace, live_bytes
 from ..trace.outside import Outside
 from ..trace.recorder import Recorder
 from ..trace.split import cut, examples_of
-from ..trace.tracing import Loss, RecordedStep, freeze, named_failures
+from ..trace.tracing import Loss, RecordedStep, freeze, named_failures, other_model
 from ..trace.untouched import nothing_changes
 from ..trace.values import forget_varied
 from .graph import not_capturable
@@ -302,6 +302,8 @@ def _record(
             made.backward_start = made.backward_start or len(recorder.ops)
         if phase is Phase.OPTIMIZER:
             made.note_gradients(recorder, named)
+            if not (made.gradients or setup.adds_apart or setup.updates_in_backward):
+                raise other_model("the backward pass reaches no parameter of the model")
 
     plain_update = setup.update
 

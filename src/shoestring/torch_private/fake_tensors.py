@@ -13,9 +13,6 @@ from torch._subclasses.fake_tensor import (
 )
 from torch._subclasses.fake_tensor import in_kernel_invocation_manager as _in_kernel
 
-LOGGER = "torch._subclasses.fake_tensor"
-"""Logs a traceback for every error that is then raised."""
-
 
 def constant_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """The known value of a fake tensor: `torch.tensor(1.0)` in a model's code."""
@@ -47,7 +44,6 @@ def make_fake(
 
 
 __all__ = [
-    "LOGGER",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
     "FakeTensor",

@@ -174,8 +174,8 @@ def copied_optimizer(
     for name, value in held.items():
         if isinstance(value, torch.optim.Optimizer):
             held[name] = copied_optimizer(value, mapping, memo)
-        elif name.startswith("_optimizer_step_p"):
-            held[name] = OrderedDict()
+        elif name.startswith("_optimizer_") and name.endswith("_hooks"):
+            held[name] = OrderedDict()  # what techniques add to the copy is not the user's
     vars(copied).update(held)
     if "state" in held:
         _early_state(copied)

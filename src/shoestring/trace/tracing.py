@@ -18,11 +18,11 @@ from torch import nn
 from ..errors import InputError, ShoestringError, TraceError
 from ..torch_private.dispatch import inner_tensors
 from ..torch_private.fake_tensors import (
-    LOGGER,
     FakeTensorMode,
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
+from ..torch_private.loggers import FAKE_TENSORS
 from ..torch_private.trees import tree_leaves
 from .answers import INSIDE, Answers, reads_values, with_answers
 from .attributes import Held, held_by, moved_modules
@@ -154,7 +154,7 @@ def named_failures(recorder: Recorder | None = None) -> Iterator[None]:
 @contextmanager
 def _unlogged() -> Iterator[None]:
     """PyTorch logs what a shape function raises, with its traceback; here it is an error."""
-    logger = logging.getLogger(LOGGER)
+    logger = logging.getLogger(FAKE_TENSORS)
     disabled, logger.disabled = logger.disabled, True
     try:
         yield
@@ -271,6 +271,8 @@ def _record_step(
     step.backward_start = len(recorder.ops)
     value.backward()
 
+    if not within and all(parameter.grad is None for parameter in named.values()):
+        raise other_model("the backward pass reaches no parameter of the model")
     step.note_gradients(recorder, named)
     if optimizer is not None:
         recorder.phase = Phase.OPTIMIZER
@@ -324,6 +326,15 @@ def check_loss(value: Any) -> None:
             "the loss does not depend on any trainable parameter",
             hint="check for torch.no_grad(), detach() or frozen layers",
         )
+
+
+def other_model(what: str) -> InputError:
+    """For a loss that trains a model it refers to, not the one it is given: often a copy."""
+    return InputError(
+        what,
+        hint="loss(model, batch) must call its first argument, and a `forward` that was replaced "
+        "on a module must be that module's",
+    )
 
 
 def freeze(

@@ -24,7 +24,7 @@ from ..trace.batches import map_tensors, tensors_of
 from ..trace.fakes import make_optimizer
 from ..trace.split import cut, examples_of
 from ..trace.streams import stream_states
-from ..trace.tracing import Loss, user_code
+from ..trace.tracing import Loss, other_model, user_code
 from ..trace.wide import staying_wide, wide_batch, widened
 
 Optimizer = torch.optim.Optimizer
@@ -83,6 +83,7 @@ class Side:
         self, model: nn.Module, optimizer: Optimizer, loss: Loss, *, wide: bool = False
     ) -> None:
         self.model, self.loss, self.wide = copy.deepcopy(model), loss, wide
+        self._original = model
         # By their order: a scripted module copies its parameters without telling.
         pairs = zip(model.parameters(), self.model.parameters(), strict=True)
         mapping: dict[int, torch.Tensor] = {id(old): new for old, new in pairs}
@@ -118,8 +119,8 @@ class Side:
         raise NotImplementedError
 
     def gradient(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
-        """As plain training has it."""
-        return gradient.detach().clone()
+        """As plain training has it, with its zeros."""
+        return gradient.detach().to_dense() if gradient.is_sparse else gradient.detach().clone()
 
     def meant(self, parameter: torch.Tensor, key: str, held: torch.Tensor) -> torch.Tensor | None:
         """A state tensor as it is meant; None for one that plain training does not have."""
@@ -132,6 +133,7 @@ class Side:
     def train(self, data: list[Any]) -> Trained:
         """A step for each batch."""
         made = Trained(streams=[stream_states()])
+        before = _gradients(self._original)
 
         def note(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             made.gradients |= {
@@ -152,6 +154,8 @@ class Side:
                 made.narrowed = made.narrowed or getattr(mode, "narrowed", None)
             made.streams.append(stream_states())
             handle.remove()
+            if _gradients(self._original) != before:  # the copies would compare as equal
+                raise other_model("a copy of the model trains parameters of the model itself")
         buffers = dict(self.model.named_buffers())
         made.buffers = {
             plain_name(name): buffers[name].clone() for name in self.buffers if name in buffers
@@ -306,6 +310,12 @@ def rows_of(part: Any, batch: Any) -> tuple[int, int]:
             start = (own.storage_offset() - whole.storage_offset()) // whole.stride(0)
             return start, start + count
     return 0, count
+
+
+def _gradients(model: nn.Module) -> list[tuple[int, int] | None]:
+    """Which gradients there are, and how often each was written."""
+    found = (parameter.grad for parameter in model.parameters())
+    return [None if g is None else (id(g), g._version) for g in found]
 
 
 def plain_name(name: str) -> str:

@@ -1,0 +1,47 @@
+"""`--help` and completion are quick: they know the techniques' flags without importing PyTorch."""
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shoestring.cli import declared
+
+SOURCE = Path(__file__).parents[2] / "src"
+
+
+def test_the_source_has_the_flags_of_the_registry():
+    assert declared.parsed() == declared.imported()
+    assert sum(len(technique.options) for technique in declared.parsed()) >= 10
+
+
+def test_a_flag_that_is_computed_is_not_guessed():
+    kind = ast.parse("class Mine:\n    name: str = 'mine'\n    flags: tuple = (made(),)").body[0]
+    assert isinstance(kind, ast.ClassDef)
+    with pytest.raises(KeyError):
+        declared._declared(kind)
+
+
+def test_help_imports_no_pytorch():
+    code = """
+import sys, typer
+from shoestring.cli.main import app
+verbs = typer.main.get_command(app).commands
+for verb in ([], *([name] for name in verbs)):
+    app([*verb, "--help"], standalone_mode=False)
+heavy = {"torch", "numpy", "transformers", "matplotlib"} & set(sys.modules)
+print(len(verbs), sorted(heavy), file=sys.stderr)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(SOURCE)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    number, _, heavy = done.stderr.strip().partition(" ")
+    assert int(number) >= 10 and heavy == "[]"
+    assert "--checkpoint" in done.stdout
