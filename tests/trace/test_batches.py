@@ -100,3 +100,16 @@ def test_what_a_batch_holds_is_counted_wherever_it_lies() -> None:
     given = {"loss": lambda m, b: m(b["x"]).square().mean(), "optimizer": "sgd"}
     counted = ss.profile(model, batch, accounting="device", **given).peak_bytes
     assert ss.measure(model, batch, **given).peak_bytes == counted > 200_000
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [X.to_sparse(), torch.nested.nested_tensor([X[:2], X, X[:4]], layout=torch.jagged)],
+    ids=["sparse_coo", "jagged"],
+)
+def test_what_is_not_dense_is_not_cut(odd: Tensor, request: pytest.FixtureRequest) -> None:
+    model = torch.nn.Linear(2, 1)
+    step = apply([Microbatching(2)], model, torch.optim.SGD(model.parameters(), lr=0.1),
+                 loss=lambda m, b: m(b[0]).mean())  # fmt: skip
+    with pytest.raises(ss.InputError, match=f"has a {request.node.callspec.id} tensor"):
+        step((X, odd))

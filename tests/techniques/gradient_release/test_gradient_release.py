@@ -175,6 +175,40 @@ def test_a_learning_rate_schedule_goes_on() -> None:
     assert len(step.optimizer.param_groups[0]["params"]) == 12
 
 
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_it_follows_the_groups_of_a_loaded_state(name: str) -> None:
+    """Loading replaces the optimizer's groups: another rate than the step was made with holds."""
+    plain, released = trained(name), trained(name, RELEASE)
+    for step in (plain, released):
+        state = step.state_dict()
+        state["optimizer"]["param_groups"][0]["lr"] = 0.5
+        step.load_state_dict(state)
+        step.optimizer.param_groups[0]["weight_decay"] = 0.3
+        step(data())
+    assert equal(plain, released)
+
+
+@pytest.mark.parametrize("clip", [None, 0.01])
+def test_parameters_that_come_later_are_updated(clip: float | None) -> None:
+    """Added to the optimizer, or trained from now on."""
+    steps = []
+    for plan in ((), (RELEASE,)):
+        model = network()
+        first, last = list(model[0].parameters()), list(model[-1].parameters())
+        for parameter in first:
+            parameter.requires_grad_(False)
+        held = [p for p in model.parameters() if all(p is not other for other in last)]
+        step = ss.apply(plan, model, OPTIMIZERS["adamw"](held), loss=loss, clip=clip)
+        step(data())
+        step.optimizer.add_param_group({"params": last, "lr": 0.1})
+        for parameter in first:
+            parameter.requires_grad_(True)
+        step(data())
+        step(data())
+        steps.append(step)
+    assert equal(*steps)
+
+
 # -- refusals ----------------------------------------------------------------------------------
 
 

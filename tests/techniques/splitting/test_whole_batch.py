@@ -60,6 +60,70 @@ def fixed(model: nn.Module, b: Any) -> torch.Tensor:
     return model(b[0]).reshape(-1, ROWS // 2, 3).square().mean()
 
 
+def easiest(model: nn.Module, b: Any) -> torch.Tensor:
+    """Without the worst tenth, which is none of four."""
+    each = F.cross_entropy(model(b[0]), b[1], reduction="none")
+    return each.topk(len(each) - len(each) // 10, largest=False).values.mean()
+
+
+def apart(model: nn.Module, b: Any) -> torch.Tensor:
+    """Examples are compared where there are many."""
+    made = model(b[0])
+    return F.cross_entropy(made, b[1]) + (made.std(0).sum() if len(made) > 8 else 0)
+
+
+def positives(model: nn.Module, b: Any) -> torch.Tensor:
+    """Over the labels of one kind, as if the others were not labels."""
+    return model(b[0]).square().sum() / (b[1] > 1).sum().clamp(min=1)
+
+
+def few_kinds() -> Any:
+    """The first four labels are 0 and 2, others are 1, too."""
+    x, y, rows = batch()
+    return x, torch.cat([torch.tensor([2, 0, 2, 2]), y[4:]]), rows
+
+
+@pytest.mark.parametrize(
+    ("loss", "given"),
+    [(easiest, batch), (apart, batch), (positives, few_kinds)],
+    ids=["without the worst", "compared where many", "counted by a kind"],
+)  # fmt: skip
+def test_what_four_examples_hide(loss: Any, given: Any) -> None:
+    """Nothing is read by Python here: forwards of the whole batch tell."""
+    found = find_units(net(), given(), loss)
+    assert found.splits is False, found
+
+
+def test_examples_without_a_label_tell_nothing() -> None:
+    """The first four have none, so their loss is 0/0."""
+    x, y, _ = batch()
+    found = find_units(net(), (x, torch.where(torch.arange(ROWS) < 6, -100, y)), classify)
+    assert found.splits and found.units == "1 != -100", found
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [torch.rand(ROWS, generator=torch.Generator().manual_seed(2)), torch.arange(ROWS) % 5 + 1],
+    ids=["weights", "lengths"],
+)  # fmt: skip
+def test_a_mean_by_weights_of_examples(counts: torch.Tensor) -> None:
+    def loss(model: nn.Module, b: Any) -> torch.Tensor:
+        each = F.cross_entropy(model(b["x"]), b["y"], reduction="none")
+        return (each * b["w"]).sum() / b["w"].sum()
+
+    x, y, _ = batch()
+    found = find_units(net(), {"x": x, "y": y, "w": counts}, loss)
+    assert found.splits and found.units == "w", found
+
+
+def test_a_mean_over_labels_beside_one_over_examples_is_told() -> None:
+    def loss(model: nn.Module, b: Any) -> torch.Tensor:
+        return classify(model, b) + 0.1 * model(b[0]).square().mean()
+
+    found = find_units(net(), batch(), loss)
+    assert found.splits is False and "say units='examples'" in found.why, found
+
+
 @pytest.mark.parametrize(
     ("model", "loss"), [(Sure, classify), (net, hardest), (net, partners)],
     ids=["decided by the batch", "the six hardest", "positions of rows"],

@@ -43,6 +43,7 @@ class Release:
     def __init__(self, setup: Setup, *, fold: bool | str) -> None:
         self._setup = weakref.ref(setup)  # hooks hold this, and are held by the model
         self._update, self._split = setup.update, setup.split
+        self._wanted = fold
         self.fold = folds(setup, fold)
         self._norms: dict[torch.Tensor, torch.Tensor] | None = None
         """Of gradients, while the passes run for them alone."""
@@ -52,13 +53,20 @@ class Release:
         self._released: set[torch.Tensor] = set()
         self._sums: dict[torch.Tensor, torch.Tensor] = {}
         self._broken: str | None = None
+        self._groups: dict[torch.Tensor, dict[str, Any]] = {}
+        self._hooked: set[torch.Tensor] = set()
+        self._look_at_groups(setup)
+        setup.split, setup.update = self.split, self.finish
+
+    def _look_at_groups(self, setup: Setup) -> None:
+        """As they are now: loading a state replaces groups, and parameters may come to them."""
         groups = setup.optimizer.param_groups
         self._groups = {p: group for group in groups for p in group["params"]}
+        self.fold = folds(setup, self._wanted)
         for parameter in self._groups:
-            if parameter.requires_grad:
-                handle = when_accumulated(parameter, self._take)
-                setup.undo.append(handle.remove)
-        setup.split, setup.update = self.split, self.finish
+            if parameter.requires_grad and parameter not in self._hooked:
+                self._hooked.add(parameter)
+                setup.undo.append(when_accumulated(parameter, self._take).remove)
 
     @property
     def _optimizer(self) -> torch.optim.Optimizer:
@@ -74,6 +82,7 @@ class Release:
         self._released, self._active, self._first, self._sums = set(), True, True, {}
         setup = self._setup()
         assert setup is not None
+        self._look_at_groups(setup)
         setup.norm, clip = None, setup.clip
         parts = iter(self._split(batch))
         finished = False

@@ -30,7 +30,7 @@ from ...trace.streams import kept_streams, rewound_streams
 from ...trace.tracing import Loss
 from ...trace.untouched import Untouched, hooks_of
 from ...trace.wide import staying_wide, wide_batch, wide_model
-from ..base import Setup
+from ..base import LossUnits, Setup
 from ..draws import observed_by
 from . import SplitFound
 from .bounds import InBounds
@@ -53,6 +53,10 @@ IGNORED = (-100, -1, 0, 1)
 """Numbers that padding usually has; also those that embeddings of the model say."""
 GRADIENT_ELEMENTS = 2**20
 """Of parameters whose gradients are compared."""
+MORE_ELEMENTS = 2**22
+"""Of the examples on which units are tried again, forwards only."""
+TOKEN_ELEMENTS = 2**8
+"""One whole number stands for so many: it becomes a row of an embedding, and one of scores."""
 
 
 class _Watched(Drawn):
@@ -104,15 +108,35 @@ def find_units(model: nn.Module, batch: Any, loss: Loss, *, light: bool = False)
     with warnings.catch_warnings(), rewound_streams(), untouched, observed_by(None):
         warnings.simplefilter("ignore")
         found, reads = _tested(model, cut(batch, 0, EXAMPLES_TRIED), loss, light)
-        if examples > EXAMPLES_TRIED and (found.splits is None or (found.splits and reads)):
-            # It runs on batches of this size alone, or what it reads decides what it does.
-            known = found.units if found.splits and isinstance(found.units, str) else None
-            light = light or bool(found.splits)
-            whole, _ = _tested(model, batch, loss, light, known, whole=True)
-            if known is not None and whole.splits is False:  # perhaps by others
-                whole, _ = _tested(model, batch, loss, light, whole=True)
-            found = whole if whole.splits is not None else found
-        return found
+        if examples <= EXAMPLES_TRIED or found.splits is False:
+            return found
+        more, known = batch, found.units if found.splits else None
+        if found.splits and not reads:  # else what it reads may decide what it does
+            # A tenth of four examples is none of them; few labels may all be of one kind.
+            more = cut(batch, 0, _more_examples(model, batch, examples))
+            given = model, more, loss, True, known
+            again, _ = _tested(*given, whole=True, forwards=True)
+            if again.splits is not False:
+                return again if again.splits else found
+        light = light or bool(found.splits)
+        whole, _ = _tested(model, more, loss, light, known, whole=True)
+        if known is not None and whole.splits is False:  # perhaps by others
+            whole, _ = _tested(model, more, loss, light, whole=True)
+        return whole if whole.splits is not None else found
+
+
+def _more_examples(model: nn.Module, batch: Any, examples: int) -> int:
+    """All of a small batch, or as many as take little beside the model, but not too few."""
+    least = 4 * EXAMPLES_TRIED
+    if _wide_bytes(model) > WIDE_BYTES:
+        return min(examples, least)
+    tensors = tensors_of(batch)
+    size = sum(t.numel() * (1 if t.is_floating_point() else TOKEN_ELEMENTS) for t in tensors)
+    return min(examples, max(least, examples * MORE_ELEMENTS // max(size, 1)))
+
+
+def _wide_bytes(model: nn.Module) -> int:
+    return sum(p.numel() * max(p.element_size(), 8) for p in model.parameters())
 
 
 def _tested(
@@ -120,25 +144,28 @@ def _tested(
     batch: Any,
     loss: Loss,
     light: bool,
-    known: str | None = None,
+    known: LossUnits | None = None,
     *,
     whole: bool = False,
+    forwards: bool = False,
 ) -> tuple[SplitFound, bool]:
     """In FP64 where the model is small and runs so, and whether the step reads values.
 
-    `known` units were found on fewer examples: only whether this batch splits by them is asked.
+    `known` units were found on fewer examples: only whether this batch splits by them is asked,
+    with `forwards` of one cut and in the model's own type.
     """
     examples = examples_of(batch) or 0
     cuts = tuple(sorted({1, examples // 4, examples // 2} - {0})) if whole else CUTS
-    size = sum(p.numel() * max(p.element_size(), 8) for p in model.parameters())
+    cuts = (examples // 2,) if forwards else cuts
     why = ""
-    for wide in (True, False) if size <= WIDE_BYTES else (False,):
+    for wide in (True, False) if _wide_bytes(model) <= WIDE_BYTES and not forwards else (False,):
         trial = _Trial(model, batch, loss, wide=wide, cuts=cuts)
         try:
-            return trial.found(known, gradients=wide or not light), trial.reads
+            found = trial.found(known, gradients=not forwards and (wide or not light))
+            return found, trial.reads
         except _Failed as error:
             why = str(error)
-            if whole and trial.runs and not error.large:
+            if whole and trial.runs and not error.unclear:
                 return SplitFound(EXAMPLES, False, f"its parts do not run: {why}"), False
     why = f"assumed: the test failed: {why}; the first training batch tests it"
     return SplitFound(AUTO, None, why), False
@@ -165,10 +192,10 @@ def tested_units(setup: Setup, batch: Any) -> str | Units:
 class _Failed(Exception):
     """The loss did not run; its message is the reason."""
 
-    def __init__(self, message: str, *, large: bool = False) -> None:
+    def __init__(self, message: str, *, unclear: bool = False) -> None:
         super().__init__(message)
-        self.large = large
-        """There was not enough memory."""
+        self.unclear = unclear
+        """It says nothing of the loss: there was not enough memory, or nothing to compare."""
 
 
 @dataclass(frozen=True)
@@ -222,12 +249,14 @@ class _Trial:
         """Python saw values of tensors."""
         return self._seen is not None and self._seen.reads
 
-    def found(self, known: str | None = None, *, gradients: bool) -> SplitFound:
+    def found(self, known: LossUnits | None = None, *, gradients: bool) -> SplitFound:
         """The units by which it splits, or that there are none."""
         values = self._values(self._batch)
         assert self._seen is not None
+        if not math.isfinite(values.whole):  # none of these examples has a label
+            raise _Failed(f"the loss of {self._examples} examples is {values.whole}", unclear=True)
         if known is not None:
-            kept = [known] if values.split_by(known) else []
+            kept: list[Any] = [known] if values.split_by(known) else []
         else:
             read = self._labels(self._seen)
             kept = self._confirmed([*read, EXAMPLES, SUM], values, seen=read)
@@ -235,13 +264,15 @@ class _Trial:
                 kept = self._confirmed([EXAMPLES, SUM, *self._masks()], values)
             kept = self._also_repeated(kept)
         if not kept:
-            return SplitFound(EXAMPLES, False, self._reason(self._seen))
+            two = bool(known is None and read) and values.split_by(EXAMPLES)
+            two = two and bool(self._also_repeated([EXAMPLES]))
+            why = self._reason(self._seen, read[0] if two else None)
+            return SplitFound(EXAMPLES, False, why)
         units = kept[0]
         if gradients and not self._gradients_agree(values.cuts[-1][0], units):
             why = "its parts' losses add up, but their gradients do not"
             return SplitFound(EXAMPLES, False, why)
-        named = re.sub(r"^(\d+)", r"batch[\1]", units)  # of a tuple, by its place
-        mean = "the loss is a sum" if units == SUM else f"the loss is a mean over {named}"
+        mean = "the loss is a sum" if units == SUM else f"the loss is a mean over {_named(units)}"
         return SplitFound(units, True, f"{mean}: tested on {self._examples} examples")
 
     def _confirmed(
@@ -295,9 +326,14 @@ class _Trial:
                 made[id(tensor)] = rows.flatten(dim, dim + 1)
         return map_tensors(lambda t: made.get(id(t), t), self._batch)
 
-    def _reason(self, seen: _Watched) -> str:
+    def _reason(self, seen: _Watched, labels: str | None) -> str:
         if seen.weighted:
             return "class weights in the loss: a mean over weights, not over labels"
+        if labels is not None:
+            return (
+                f"one term is a mean over {_named(labels)}, another over examples, which agree "
+                "only while no label is ignored; if none ever is, say units='examples'"
+            )
         return (
             "the loss is neither a mean nor a sum over its examples: it compares them with each "
             "other (contrastive), or divides by something of the whole batch"
@@ -335,7 +371,7 @@ class _Trial:
         try:
             value = float(self._run(batch, seen))
         except _Failed as error:
-            if self._needs_gradients or error.large:
+            if self._needs_gradients or error.unclear:
                 raise
             self._needs_gradients = True  # a penalty, an inner step: the loss takes gradients
             return self._whole(batch)
@@ -358,7 +394,7 @@ class _Trial:
                 wanted = [memo[id(p)] for p in parameters]
                 return torch.autograd.grad(value, wanted, allow_unused=True)
         except torch.OutOfMemoryError as error:
-            raise _Failed("out of memory", large=True) from error
+            raise _Failed("out of memory", unclear=True) from error
         except Exception as error:
             first = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise _Failed(first) from error
@@ -454,7 +490,7 @@ class _Trial:
             if tensor.is_complex():
                 continue
             shifts = ["", "[:, 1:]"] if tensor.dim() > 1 else [""]
-            if bool(((tensor == 0) | (tensor == 1)).all()):
+            if bool((tensor >= 0).all()):  # a mask, weights of examples, lengths
                 made += [f"{path}{shift}" for shift in shifts]
             if not tensor.is_floating_point() and tensor.dtype is not torch.bool:
                 ends = tensor[:, -1].flatten()[:EXAMPLES_TRIED] if tensor.dim() > 1 else tensor[:0]
@@ -487,6 +523,11 @@ class _Trial:
         counted = (flat[row] != value).nonzero().flatten()
         flat[row, counted[len(counted) // 2 :]] = value
         return map_tensors(partial(_exchanged, tensor, changed), self._batch)
+
+
+def _named(units: str) -> str:
+    """A tensor of a tuple, by its place."""
+    return re.sub(r"^(\d+)", r"batch[\1]", units)
 
 
 def _exchanged(old: torch.Tensor, new: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
