@@ -5,10 +5,13 @@ from __future__ import annotations
 from .base import Stranger
 from .families import FAMILIES
 from .handwritten import HANDWRITTEN
+from .images import IMAGES
 from .kinds import KINDS
 from .language import LANGUAGE
 from .losses import LOSSES
+from .mechanics import MECHANICS
 from .perception import PERCEPTION
+from .scans import SCANS
 from .stateful import STATEFUL
 from .steps import STEPS
 from .untraced import UNTRACED
@@ -28,5 +31,8 @@ STRANGERS: dict[str, Stranger] = {
         *UNUSUAL,
         *STATEFUL,
         *FAMILIES,
+        *IMAGES,
+        *SCANS,
+        *MECHANICS,
     )
 }

@@ -21,12 +21,14 @@ class Stranger:
     name: str
     family: str
     build: Callable[[int], Made]
-    optimizer: str = "adamw"
+    optimizer: str | Callable[[nn.Module], torch.optim.Optimizer] = "adamw"
     random: bool = False
     """A plain step draws numbers."""
 
     def optimizer_for(self, model: nn.Module) -> torch.optim.Optimizer:
         """Over all that trains."""
+        if callable(self.optimizer):
+            return self.optimizer(model)
         parameters = [p for p in model.parameters() if p.requires_grad]
         if self.optimizer == "sgd":
             return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)

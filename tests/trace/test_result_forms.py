@@ -179,3 +179,33 @@ def test_results_lie_as_the_cpu_lays_them(name: str) -> None:
                     (out * torch.ones_like(out)).sum().backward()
             found.append(laid.seen)
         assert found[0] == found[1], order
+
+
+class Typed(Laid):
+    """Notes the types of results."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        fake = FakeTensor in types and not func._schema.is_mutable
+        out = (results.result if fake else call)(func, args, kwargs or {})
+        made = out if isinstance(out, (list, tuple)) else (out,)
+        if func.namespace == "aten":
+            kinds = [each.dtype for each in made if isinstance(each, torch.Tensor)]
+            self.seen.append((str(func), kinds))
+        return out
+
+
+@pytest.mark.parametrize("name", ["batch norm", "statistics", "group norm", "layer norm", "squares",
+                                  "smooth", "entropy", "divergence", "linear"])  # fmt: skip
+def test_results_of_16_bits_have_the_types_the_cpu_gives_them(name: str) -> None:
+    """GroupNorm under autocast: its weights are FP32, and so would its gradient be."""
+    found = []
+    for mode in (nullcontext(), FakeTensorMode()):
+        with mode, torch.autocast("cpu", torch.bfloat16, name == "linear"):
+            given = torch.ones(4, 8, 6, dtype=torch.bfloat16).requires_grad_()
+            other = torch.zeros(4, 8, 6)
+            with Typed() as typed:
+                losses = {"squares": F.mse_loss, "smooth": F.smooth_l1_loss}
+                out = losses[name](given, other) if name in losses else FUNCTIONS[name](given)
+                out.float().sum().backward()
+        found.append(typed.seen)
+    assert found[0] == found[1]

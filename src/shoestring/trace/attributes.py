@@ -86,6 +86,18 @@ def _moved(before: Held, after: Held) -> bool:
     return False
 
 
+def assigned(
+    model: nn.Module, before: Iterable[dict[str, Any]]
+) -> dict[tuple[str, str], Any]:
+    """Objects that a pass assigned to attributes, by path and name; numbers and text left out."""
+    return {
+        (path, name): value
+        for (path, module), held in zip(model.named_modules(), before, strict=True)
+        for name, value in vars(module).items()
+        if name not in _OWN and value is not held.get(name) and not isinstance(value, _PLAIN)
+    }
+
+
 _PLAIN = (bool, int, float, complex, str)
 
 

@@ -8,6 +8,7 @@ the first time; all that is out of the ordinary goes to PyTorch.
 PyTorch's shape functions give some results the strides of an operand, but the CPU's kernel does
 not: BatchNorm over transposed tokens returns a contiguous tensor, and an operation that reads its
 transpose copies it. `_DENSE` corrects these (`tests/trace/test_result_forms.py` compares many).
+Nor is the type always the kernel's, where operands have 16 bits and FP32: `_TYPED`, `_STATISTICS`.
 """
 
 from __future__ import annotations
@@ -48,6 +49,16 @@ _DENSE: dict[str, int | None] = {
 """Operations whose CPU kernels return dense results: channels last if that operand is, else, or
 where none is named, contiguous."""
 
+_TYPED = {
+    "native_group_norm_backward": 0,
+    "mse_loss_backward": 1,
+    "smooth_l1_loss_backward": 1,
+}
+"""Operations whose CPU kernels return a first result of the type of this operand."""
+_STATISTICS = frozenset({"native_group_norm", "native_layer_norm", "native_batch_norm"})
+"""Operations whose results but the first are FP32 on the CPU if any operand is."""
+_ON_CPU = _DENSE.keys() | _TYPED.keys() | _STATISTICS
+
 
 @dataclass(frozen=True, slots=True)
 class _Form:
@@ -74,22 +85,43 @@ def result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     key = _key(func, args, kwargs, operands)
     if key is None:
         return func(*args, **kwargs)
-    dense = func._opname in _DENSE and not on_cuda(operands[0])
-    if dense:
-        key = (*key, "dense")
+    corrected = func._opname in _ON_CPU and not on_cuda(operands[0])
+    if corrected:
+        key = (*key, "as the CPU has it")
     found = _known.get(key)
     if found is not None:
         return _made(found, operands)
     out = func(*args, **kwargs)
-    if dense:
-        out = _made_dense(out, _DENSE[func._opname], operands)
+    if corrected:
+        out = _typed(func._opname, out, operands)
+        if func._opname in _DENSE:
+            out = _made_dense(out, _DENSE[func._opname], operands)
     if key not in _known:
         if len(_known) >= _MOST:
             _known.clear()
-        written = func._schema.is_mutable and not dense  # statistics keep their form
+        written = func._schema.is_mutable and not corrected  # statistics keep their form
         unchanged = not written or key == _key(func, args, kwargs, [])
         _known[key] = _seen(out, operands) if unchanged else None
     return out
+
+
+def _typed(name: str, out: Any, operands: Sequence[FakeTensor]) -> Any:
+    """The results in the types a CPU kernel gives them, where operands differ in theirs."""
+    kinds = {operand.dtype for operand in operands}
+    if len(kinds) < 2:
+        return out
+
+    def of(kind: torch.dtype, one: Any) -> Any:
+        if not isinstance(one, FakeTensor) or one.dtype is kind:
+            return one
+        return make_fake(one.fake_mode, one.fake_device, tuple(one.shape), one.stride(), kind)
+
+    first, *others = out if isinstance(out, (list, tuple)) else (out,)
+    if name in _TYPED:
+        first = of(operands[_TYPED[name]].dtype, first)
+    if name in _STATISTICS and torch.float32 in kinds:
+        others = [of(torch.float32, one) for one in others]
+    return type(out)((first, *others)) if isinstance(out, (list, tuple)) else first
 
 
 def _made_dense(out: Any, like: int | None, operands: Sequence[FakeTensor]) -> Any:

@@ -166,3 +166,32 @@ def test_positions_are_looked_at_before_a_kernel_is_started() -> None:
             rows.gather(0, torch.full((1, 2), 9))
         with pytest.raises(IndexError, match="out of bounds for 2 rows"):
             F.embedding(torch.tensor([3]), rows[:2])
+
+
+class Carrying(nn.Module):
+    """Goes on from what the pass before it left, if it had as many rows; and keeps a result."""
+
+    def __init__(self, *, reads: bool, nested: bool) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Linear(8, 16), nn.Linear(16, 4)
+        self.reads, self.nested, self.kept = reads, nested, None
+
+    def forward(self, x: torch.Tensor) -> Any:
+        h = self.enter(x)
+        before = self.kept[0][0] if self.nested and self.kept is not None else self.kept
+        if self.reads and before is not None and len(before) == len(h):
+            h = h + before
+        left = h.detach().tanh()
+        self.kept = [(left,)] if self.nested else left
+        return self.leave(torch.relu(h))
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_state_in_an_attribute_is_of_the_whole_batch(nested: bool) -> None:
+    def loss(model: nn.Module, b: Any) -> torch.Tensor:
+        return F.cross_entropy(model(b[0]), b[1])
+
+    given = torch.randn(8, 8), torch.arange(8) % 4
+    assert find_units(Carrying(reads=False, nested=nested), given, loss).splits
+    found = find_units(Carrying(reads=True, nested=nested), given, loss)
+    assert found.splits is False and "left in kept" in found.why

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from ...errors import InputError, UnprovenWarning
+from ...trace.attributes import assigned
 from ...trace.batches import map_tensors, tensors_of
 from ...trace.blocks import is_normalization
 from ...trace.fakes import is_fake
@@ -57,6 +58,10 @@ MORE_ELEMENTS = 2**22
 """Of the examples on which units are tried again, forwards only."""
 TOKEN_ELEMENTS = 2**8
 """One whole number stands for so many: it becomes a row of an embedding, and one of scores."""
+
+
+Left = dict[tuple[str, str], Any]
+"""Path of a module and name of an attribute → what a pass left there."""
 
 
 class _Watched(Drawn):
@@ -238,6 +243,8 @@ class _Trial:
         self._batch = wide_batch(batch) if wide else _in_type_of(model, batch)
         self._seen: _Watched | None = None
         self._open = self._needs_gradients = False
+        self._left: Left = {}
+        """By the last run."""
 
     @property
     def runs(self) -> bool:
@@ -267,6 +274,9 @@ class _Trial:
             two = bool(known is None and read) and values.split_by(EXAMPLES)
             two = two and bool(self._also_repeated([EXAMPLES]))
             why = self._reason(self._seen, read[0] if two else None)
+            return SplitFound(EXAMPLES, False, why)
+        if self._left and (carried := self._carried()):
+            why = f"each part reads what the one before it left in {carried}"
             return SplitFound(EXAMPLES, False, why)
         units = kept[0]
         if gradients and not self._gradients_agree(values.cuts[-1][0], units):
@@ -382,13 +392,50 @@ class _Trial:
             self._seen = seen
         return value, seen.draws
 
-    def _run(self, batch: Any, mode: Any, parameters: Sequence[torch.Tensor] | None = None) -> Any:
-        """The loss, or with `parameters` its gradients; on a copy that is thrown away."""
+    def _carried(self) -> str | None:
+        """An attribute that holds a state by example: a part computes something else with it.
+
+        What a pass leaves in attributes mostly is a result that nobody reads. Buffers, counters and
+        lists that move are another question.
+        """
+        draws, size = self._whole(self._batch)[1], self._examples // 2
+        first, second = (cut(self._batch, n * size, (n + 1) * size) for n in (0, 1))
+        rows = Slices(draws, (size, 2 * size), self._examples)
+        try:
+            self._run(first, Slices(draws, (0, size), self._examples))
+            left = self._left
+            alone = float(self._run(second, rows))
+        except _Failed:  # a part of this size does not run, so it reads nothing
+            return None
+        for key, value in left.items():
+            try:
+                after = float(self._run(second, rows, given={key: value}))
+            except _Failed:
+                after = math.inf
+            if not math.isclose(alone, after, rel_tol=1e-9) and not math.isnan(alone):
+                return ".".join(filter(None, key))
+        return None
+
+    def _run(
+        self,
+        batch: Any,
+        mode: Any,
+        parameters: Sequence[torch.Tensor] | None = None,
+        given: Left | None = None,
+    ) -> Any:
+        """The loss, or with `parameters` its gradients; on a copy that is thrown away.
+
+        The copy has the attributes that are `given`.
+        """
         rewind = kept_streams()
         try:
             with self._copy() as (model, memo), self._context(), mode:
+                for (path, name), value in (given or {}).items():
+                    model.get_submodule(path).__dict__[name] = value
+                before = [dict(vars(module)) for module in model.modules()]
                 with torch.set_grad_enabled(self._needs_gradients or parameters is not None):
                     value = self._loss(model, map_tensors(torch.clone, batch))
+                self._left = assigned(model, before)
                 if parameters is None:
                     return value.detach()
                 wanted = [memo[id(p)] for p in parameters]
