@@ -20,6 +20,10 @@ function modules() {
   const depth = (node) => 1 + Math.max(0, ...node.children.map(depth));
   const sorted = (node) => { node.children.sort((a, b) => b.bytes - a.bytes); node.children.forEach(sorted); };
   sorted(root);
+  /* Bytes of no module have the color of their role, as above; modules are two shades of one color. */
+  const tint = ({ label }, i) => label.startsWith("(")
+    ? `color-mix(in srgb, var(--${label.slice(1, -1).replaceAll(" ", "_")}) 45%, var(--panel))`
+    : `color-mix(in srgb, var(--accent) ${i % 2 ? 14 : 26}%, var(--panel))`;
   const high = 30;
   let top = root, shown = new Map();
   const say = (node) => {
@@ -71,7 +75,7 @@ function modules() {
       let from = x;
       node.children.forEach((child, i) => {
         const part = wide * child.bytes / node.bytes;
-        const own = node === top ? `color-mix(in srgb, ${colours[i % colours.length]} 38%, var(--panel))` : colour;
+        const own = node === top ? tint(child, i) : colour;
         if (part >= 1.5) fill(child, from, part, row + 1, own);
         from += part;
       });
