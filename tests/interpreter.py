@@ -12,7 +12,7 @@ def run_interpreted(file: str, *calls: str) -> None:
     """Call functions of a test's file there; a failure shows what they printed."""
     pytest.importorskip("triton", reason="triton is not installed")
     here = Path(file)
-    # From the folder above: a test of a package imports its neighbours from there.
+    # From the folder above: a test of a package imports its neighbors from there.
     package = f"{here.parent.name}." if (here.parent / "__init__.py").exists() else ""
     home = here.parent.parent if package else here.parent
     program = f"from {package}{here.stem} import *\n{'; '.join(calls)}; print('equal')"

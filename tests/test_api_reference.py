@@ -1,21 +1,29 @@
-"""The API reference has every public name, and functions say Args, Returns and Examples."""
+"""The API reference has every public name, with Args, Returns and Examples that run."""
 
 import ast
+import doctest
 import inspect
 import os
 import re
 import subprocess
 import sys
 import tomllib
+import warnings
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 import shoestring as ss
+from shoestring.techniques import registry
 
 ROOT = Path(__file__).parents[1]
 NAMES = re.findall(r"^::: shoestring\.(\w+)$", (ROOT / "docs" / "api.md").read_text(), re.M)
 FUNCTIONS = [n for n in ss.__all__ if inspect.isfunction(getattr(ss, n))]
+CLASSES = [n for n in ss.__all__ if inspect.isclass(getattr(ss, n))]
 
 
 def test_it_has_the_public_names_once_each():
@@ -39,13 +47,74 @@ def test_a_function_explains_its_arguments_and_shows_an_example(name):
     assert "ss." in sections["Examples"]
 
 
-@pytest.mark.parametrize("name", [n for n in ss.__all__ if inspect.isclass(getattr(ss, n))])
-def test_a_class_and_its_methods_say_what_they_are(name):
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_class_shows_an_example_and_explains_what_it_takes_or_has(name):
     kind = getattr(ss, name)
-    assert kind.__doc__ and not kind.__doc__.startswith(f"{name}(")
+    text = inspect.getdoc(kind) or ""
+    assert "\nExamples:\n    >>> " in text
+    explained = _explained(text)
+    if explained:  # it is made by calling it
+        assert explained == list(inspect.signature(kind).parameters)
+        return
+    assert not issubclass(kind, ss.Technique) or not inspect.signature(kind).parameters
+    source = inspect.getsource(kind)
+    for field in fields(kind) if is_dataclass(kind) else ():
+        if field.name in kind.__annotations__:  # the others are of what it derives from
+            assert re.search(rf'^    {field.name}: .*\n    """', source, re.M), field.name
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_methods_say_what_they_do_and_explain_their_arguments(name):
+    kind = getattr(ss, name)
     for method, made in vars(kind).items():
-        if inspect.isfunction(made) and not method.startswith("_"):
-            assert made.__doc__, f"{name}.{method}"
+        function = getattr(made, "__func__", made)
+        if not inspect.isfunction(function) or method.startswith("_"):
+            continue
+        text = inspect.getdoc(function)
+        assert text, f"{name}.{method}"
+        if not issubclass(kind, ss.Technique):  # its contract is in docs/adding-a-technique.md
+            taken = [n for n in inspect.signature(function).parameters if n not in ("self", "cls")]
+            assert _explained(text) == taken, f"{name}.{method}"
+
+
+def _explained(text):
+    section = re.search(r"^Args:\n((?:    .*\n?|\n)+)", text, re.M)
+    return re.findall(r"^    (\w+):", section[1], re.M) if section else []
+
+
+def loss(model, batch):
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+@cache
+def a_plan():
+    model, batch = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), torch.randn(16, 16)
+    labels = torch.randint(16, (16,))
+    return ss.plan(model, (batch, labels), loss=loss, optimizer="sgd", budget="8 GB")
+
+
+SLOW = {"cards", "will_it_fit", "Cards", "CardFit", "explain", "Explanation", "Effect",
+        "BudgetError"}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in FUNCTIONS + CLASSES]
+)
+def test_an_example_runs(name, tmp_path, monkeypatch):
+    """On a tiny model; numbers in examples are those of others."""
+    monkeypatch.setattr(registry, "_known", dict(registry._known))
+    monkeypatch.chdir(tmp_path)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    batch = torch.randn(16, 64), torch.randint(64, (16,))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    text = inspect.getdoc(getattr(ss, name))
+    for config in ("hf:./llama-8b", "hf:examples/tiny-llama"):
+        text = text.replace(config, f"hf:{ROOT / 'examples' / 'tiny-llama'}")
+    names = {"model": model, "batch": batch, "loss": loss, "optimizer": optimizer, "ss": ss}
+    names |= {"plan": a_plan(), "loader": [batch], "dataclass": dataclass, "warnings": warnings}
+    with warnings.catch_warnings():
+        for example in doctest.DocTestParser().get_examples(text.replace("2048", "32")):
+            exec(compile(example.source, name, "single"), names)
 
 
 def test_every_page_is_in_the_navigation():

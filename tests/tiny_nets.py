@@ -56,7 +56,7 @@ def small_task(images: int = 64, held_out: int = 20, seed: int = 0) -> ImageTask
     )
 
 
-def frozen_normalisation() -> nn.Module:
+def frozen_normalization() -> nn.Module:
     """BatchNorm in evaluation mode, as in fine-tuning, in a model that trains."""
     model = nn.Sequential(
         nn.Conv2d(3, 8, 3, stride=4), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(512, 10)

@@ -26,7 +26,7 @@ class Architecture:
     note: str
 
 
-def labelled_inputs(*shape: int, classes: int) -> Callable[[int], tuple[Tensor, Tensor]]:
+def labeled_inputs(*shape: int, classes: int) -> Callable[[int], tuple[Tensor, Tensor]]:
     """Minibatches of normal inputs of `shape`, each with a class label."""
 
     def batch(n: int) -> tuple[Tensor, Tensor]:
@@ -35,7 +35,7 @@ def labelled_inputs(*shape: int, classes: int) -> Callable[[int], tuple[Tensor, 
     return batch
 
 
-def labelled_tokens(length: int, vocabulary: int, classes: int) -> Callable[[int], Any]:
+def labeled_tokens(length: int, vocabulary: int, classes: int) -> Callable[[int], Any]:
     """Minibatches of token sequences, each with a class label."""
 
     def batch(n: int) -> tuple[Tensor, Tensor]:

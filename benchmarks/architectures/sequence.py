@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from .base import (
     Architecture,
     cross_entropy,
-    labelled_inputs,
-    labelled_tokens,
+    labeled_inputs,
+    labeled_tokens,
     token_sequences,
 )
 
@@ -133,8 +133,8 @@ class Audio(nn.Sequential):
 
 
 _text = token_sequences(LENGTH, VOCABULARY)
-_documents = labelled_tokens(LENGTH, VOCABULARY, classes=10)
-_waves = labelled_inputs(1, 8000, classes=35)
+_documents = labeled_tokens(LENGTH, VOCABULARY, classes=10)
+_waves = labeled_inputs(1, 8000, classes=35)
 
 SEQUENCE = (
     Architecture(

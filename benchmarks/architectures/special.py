@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.utils.checkpoint import checkpoint
 
-from .base import Architecture, cross_entropy, labelled_inputs, labelled_tokens
+from .base import Architecture, cross_entropy, labeled_inputs, labeled_tokens
 from .vision import Attention, Basic, resnet18
 
 
@@ -259,8 +259,8 @@ def click_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return F.binary_cross_entropy_with_logits(logits, batch["click"].to(logits.dtype))
 
 
-_images = labelled_inputs(3, 64, 64, classes=100)
-_documents = labelled_tokens(64, 1024, classes=10)
+_images = labeled_inputs(3, 64, 64, classes=100)
+_documents = labeled_tokens(64, 1024, classes=10)
 
 SPECIAL = (
     Architecture(

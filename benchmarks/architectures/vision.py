@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .base import Architecture, cross_entropy, labelled_inputs
+from .base import Architecture, cross_entropy, labeled_inputs
 
 Norm = Callable[[int], nn.Module]
 
@@ -370,9 +370,9 @@ class Conv3d(nn.Sequential):
         super().__init__(*layers, nn.AdaptiveAvgPool3d(1), nn.Flatten(), nn.Linear(widths[-1], 50))
 
 
-_digits = labelled_inputs(1, 28, 28, classes=10)
-_images = labelled_inputs(3, 64, 64, classes=100)
-_clips = labelled_inputs(3, 16, 32, 32, classes=50)
+_digits = labeled_inputs(1, 28, 28, classes=10)
+_images = labeled_inputs(3, 64, 64, classes=100)
+_clips = labeled_inputs(3, 16, 32, 32, classes=50)
 
 VISION = (
     Architecture("mlp", MLP, _digits, cross_entropy, 1024, 65536, "linear and ReLU only"),

@@ -79,6 +79,6 @@ def classify(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
-def labelled(scale: int, rows: int = 128) -> tuple[Tensor, Tensor]:
+def labeled(scale: int, rows: int = 128) -> tuple[Tensor, Tensor]:
     """48 numbers and one of five classes each."""
     return torch.randn(rows * scale, 48), torch.arange(rows * scale) % 5

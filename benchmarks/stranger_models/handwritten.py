@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .base import Layer, Made, Stranger, classify, labelled, tower
+from .base import Layer, Made, Stranger, classify, labeled, tower
 
 
 class Variational(nn.Module):
@@ -339,7 +339,7 @@ def _weighted(scale: int) -> Made:
         weight = torch.tensor([1.0, 2, 3, 4, 5], device=b[0].device, dtype=b[0].dtype)
         return F.cross_entropy(model(b[0]), b[1], weight=weight)
 
-    return tower(32 * scale, 5), labelled(scale), loss
+    return tower(32 * scale, 5), labeled(scale), loss
 
 
 class Counting(nn.Module):
@@ -362,7 +362,7 @@ def _batch_norm(scale: int) -> Made:
     layers = [nn.Sequential(nn.Linear(wide, wide), nn.BatchNorm1d(wide), nn.ReLU())
               for _ in range(4)]  # fmt: skip
     model = nn.Sequential(nn.Linear(48, wide), *layers, nn.Linear(wide, 5))
-    return model, labelled(scale), classify
+    return model, labeled(scale), classify
 
 
 def _seq2seq(scale: int) -> Made:
@@ -408,9 +408,9 @@ HANDWRITTEN = (
     Stranger("flow", "diffusion", _flow),
     Stranger("physics", "other", _physics),
     Stranger("stochastic-depth", "other",
-             lambda s: (Skipping(32 * s), labelled(s), classify), random=True),
+             lambda s: (Skipping(32 * s), labeled(s), classify), random=True),
     Stranger("class-weights", "other", _weighted),
     Stranger("assigned-buffer", "other",
-             lambda s: (Counting(32 * s), labelled(s), classify), "sgd"),
+             lambda s: (Counting(32 * s), labeled(s), classify), "sgd"),
     Stranger("batch-norm-mlp", "other", _batch_norm, "sgd"),
 )  # fmt: skip

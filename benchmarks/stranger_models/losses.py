@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .base import Layer, Made, Stranger, classify, labelled, tower
+from .base import Layer, Made, Stranger, classify, labeled, tower
 
 
 def _focal(scale: int) -> Made:
@@ -36,7 +36,7 @@ def _mined(scale: int) -> Made:
         near = (apart + 1e9 * same).amin(1)
         return F.relu(far - near + 1.0).mean()
 
-    return tower(32 * scale, 16), labelled(scale), loss
+    return tower(32 * scale, 16), labeled(scale), loss
 
 
 def _ctc(scale: int) -> Made:
@@ -100,7 +100,7 @@ def _record(scale: int) -> Made:
     def loss(model: nn.Module, b: Sample) -> Tensor:
         return F.cross_entropy(model(b.inputs["x"]) / b.temperature, b.label[0])
 
-    x, y = labelled(scale)
+    x, y = labeled(scale)
     return tower(32 * scale, 5), Sample({"x": x}, (y, None)), loss
 
 
@@ -112,7 +112,7 @@ def _regularized(reduction: str) -> Any:
             penalty = torch.stack([p.square().sum() for p in model.parameters()]).sum()
             return F.cross_entropy(model(b[0]), b[1], reduction=reduction) + 0.01 * penalty
 
-        return tower(32 * scale, 5), labelled(scale), loss
+        return tower(32 * scale, 5), labeled(scale), loss
 
     return build
 
@@ -138,7 +138,7 @@ def _balanced(scale: int) -> Made:
             model.usual.mul_(0.9).add_(0.1 * lost.detach())
         return lost / model.usual
 
-    return Balanced(32 * scale), labelled(scale), loss
+    return Balanced(32 * scale), labeled(scale), loss
 
 
 def _dice(scale: int) -> Made:
@@ -240,7 +240,7 @@ def _hardest(scale: int) -> Made:
         lost = F.cross_entropy(model(b[0]), b[1], reduction="none")
         return lost.topk(len(lost) // 4).values.mean()
 
-    return tower(32 * scale, 5), labelled(scale), loss
+    return tower(32 * scale, 5), labeled(scale), loss
 
 
 def _sample_weights(scale: int) -> Made:
@@ -250,7 +250,7 @@ def _sample_weights(scale: int) -> Made:
         lost = F.cross_entropy(model(b["x"]), b["y"], reduction="none")
         return (lost * b["weight"]).sum() / b["weight"].sum()
 
-    x, y = labelled(scale)
+    x, y = labeled(scale)
     return tower(32 * scale, 5), {"x": x, "y": y, "weight": torch.rand(len(x)) + 0.1}, loss
 
 
@@ -262,7 +262,7 @@ def _mixed(scale: int) -> Made:
         made = model(0.7 * b[0] + 0.3 * b[0][other])
         return 0.7 * F.cross_entropy(made, b[1]) + 0.3 * F.cross_entropy(made, b[1][other])
 
-    return tower(32 * scale, 5), labelled(scale), loss
+    return tower(32 * scale, 5), labeled(scale), loss
 
 
 def _spectral(scale: int) -> Made:
@@ -271,7 +271,7 @@ def _spectral(scale: int) -> Made:
     made = [nn.Linear(48, wide), *(nn.Linear(wide, wide) for _ in range(3)), nn.Linear(wide, 5)]
     layers = [nn.utils.parametrizations.spectral_norm(one) for one in made]
     model = nn.Sequential(*(m for one in layers for m in (one, nn.ReLU())))
-    return model, labelled(scale), classify
+    return model, labeled(scale), classify
 
 
 def _groups(scale: int) -> Made:
@@ -316,5 +316,5 @@ LOSSES = (
     Stranger("mixup", "vision", _mixed, random=True),
     Stranger("spectral-norm", "gan", _spectral, "sgd"),
     Stranger("group-norm", "vision", _groups, "sgd"),
-    Stranger("whitened", "other", lambda s: (Whitened(32 * s), labelled(s), classify)),
+    Stranger("whitened", "other", lambda s: (Whitened(32 * s), labeled(s), classify)),
 )

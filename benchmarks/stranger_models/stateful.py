@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, jacrev, vmap
 from torch.nn.utils.parametrizations import spectral_norm
 
-from .base import Layer, Made, Stranger, classify, labelled, tower
+from .base import Layer, Made, Stranger, classify, labeled, tower
 
 
 class Codes(nn.Module):
@@ -42,7 +42,7 @@ def _codes(scale: int) -> Made:
     wide = 64 * scale
     inside = [part for _ in range(3) for part in (Layer(wide), Codes(wide))]
     model = nn.Sequential(nn.Linear(48, wide), *inside, nn.Linear(wide, 5))
-    return model, labelled(scale, 512), classify
+    return model, labeled(scale, 512), classify
 
 
 class Scaled(nn.Module):
@@ -64,7 +64,7 @@ def _scaled(scale: int) -> Made:
     wide = 64 * scale
     blocks = (Scaled(wide) for _ in range(4))
     model = nn.Sequential(nn.Linear(48, wide), *blocks, nn.Linear(wide, 5))
-    return model, labelled(scale, 512), classify
+    return model, labeled(scale, 512), classify
 
 
 class Shared(nn.Module):
@@ -86,7 +86,7 @@ class Shared(nn.Module):
 
 
 def _shared(scale: int) -> Made:
-    return Shared(64 * scale), labelled(scale), classify
+    return Shared(64 * scale), labeled(scale), classify
 
 
 def _normalizer(scale: int) -> Made:
@@ -97,7 +97,7 @@ def _normalizer(scale: int) -> Made:
         seen["mean"] = 0.9 * seen["mean"] + 0.1 * value.detach()
         return value / seen["mean"]
 
-    return tower(64 * scale, 5), labelled(scale), loss
+    return tower(64 * scale, 5), labeled(scale), loss
 
 
 class Hooked(nn.Module):
@@ -121,7 +121,7 @@ class Hooked(nn.Module):
 
 
 def _hooked(scale: int) -> Made:
-    return Hooked(64 * scale), labelled(scale), classify
+    return Hooked(64 * scale), labeled(scale), classify
 
 
 class Heads(nn.Module):
@@ -140,7 +140,7 @@ class Heads(nn.Module):
 
 def _heads(scale: int) -> Made:
     """Not every example has both labels, so that each task is a mean over others."""
-    inputs, kinds = labelled(scale)
+    inputs, kinds = labeled(scale)
     known = {"kind": torch.rand(len(inputs)) < 0.7, "size": torch.rand(len(inputs)) < 0.4}
     batch = {"inputs": inputs, "kind": kinds, "size": torch.randn(len(inputs)), "known": known}
 
@@ -165,7 +165,7 @@ class Weighed:
 
 
 def _weighed(scale: int) -> Made:
-    inputs, labels = labelled(scale)
+    inputs, labels = labeled(scale)
 
     def loss(model: nn.Module, batch: Weighed) -> Tensor:
         each = F.cross_entropy(model(batch.inputs), batch.labels, reduction="none")
@@ -181,7 +181,7 @@ def _trimmed(scale: int) -> Made:
         each = F.cross_entropy(model(batch[0]), batch[1], reduction="none")
         return torch.minimum(each, each.detach().sort()[0][len(each) * 9 // 10]).mean()
 
-    return tower(64 * scale, 5), labelled(scale), loss
+    return tower(64 * scale, 5), labeled(scale), loss
 
 
 class ExpertsChoose(nn.Module):
@@ -205,7 +205,7 @@ def _experts_choose(scale: int) -> Made:
     wide = 64 * scale
     blocks = (ExpertsChoose(wide) for _ in range(2))
     model = nn.Sequential(nn.Linear(48, wide), *blocks, nn.Linear(wide, 5))
-    return model, labelled(scale), classify
+    return model, labeled(scale), classify
 
 
 class Packed(nn.Module):
@@ -260,7 +260,7 @@ def _jacobian(scale: int) -> Made:
         return classify(model, batch) + 0.01 * vmap(jacrev(one))(batch[0]).square().mean()
 
     model = nn.Sequential(nn.Linear(48, 64 * scale), nn.Tanh(), nn.Linear(64 * scale, 5))
-    return model, labelled(scale), loss
+    return model, labeled(scale), loss
 
 
 class TiedSpectral(nn.Module):

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from .base import Layer, Made, Stranger, classify, labelled, tower
+from .base import Layer, Made, Stranger, classify, labeled, tower
 
 
 def _teacher(scale: int) -> Made:
@@ -100,7 +100,7 @@ class Equilibrium(nn.Module):
 
 
 def _equilibrium(scale: int) -> Made:
-    return Equilibrium(128 * scale), labelled(scale), classify
+    return Equilibrium(128 * scale), labeled(scale), classify
 
 
 class Skipping(nn.Module):
@@ -121,7 +121,7 @@ class Skipping(nn.Module):
 
 
 def _skipping(scale: int) -> Made:
-    return Skipping(64 * scale), labelled(scale), classify
+    return Skipping(64 * scale), labeled(scale), classify
 
 
 class Carried(nn.Module):
@@ -164,7 +164,7 @@ def _warming(scale: int) -> Made:
         made, share = model(batch[0])
         return F.cross_entropy(made, batch[1]) + share * made.square().mean()
 
-    return Warming(64 * scale), labelled(scale), loss
+    return Warming(64 * scale), labeled(scale), loss
 
 
 class Aside(nn.Module):
@@ -192,7 +192,7 @@ def _aside(scale: int) -> Made:
         asides = [m.aside for m in model.modules() if isinstance(m, Aside)]
         return value + 0.1 * torch.stack(asides).sum()
 
-    return model, labelled(scale), loss
+    return model, labeled(scale), loss
 
 
 class Reversed(nn.Module):
@@ -216,7 +216,7 @@ def _reversed(scale: int) -> Made:
         made, domain = model(batch[0])
         return F.cross_entropy(made, batch[1]) + domain.square().mean()
 
-    return Reversed(64 * scale), labelled(scale), loss
+    return Reversed(64 * scale), labeled(scale), loss
 
 
 class Scaled(torch.autograd.Function):
@@ -253,7 +253,7 @@ def _quantized(scale: int) -> Made:
     wide = 64 * scale
     model = nn.Sequential(nn.Linear(48, wide), *(Quantized(wide) for _ in range(4)),
                           nn.Linear(wide, 5))  # fmt: skip
-    return model, labelled(scale), classify
+    return model, labeled(scale), classify
 
 
 class Whole(nn.Module):
@@ -275,7 +275,7 @@ class Whole(nn.Module):
 
 
 def _whole(scale: int) -> Made:
-    return Whole(64 * scale), labelled(scale), classify
+    return Whole(64 * scale), labeled(scale), classify
 
 
 STEPS = [

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .base import Layer, Made, Stranger, classify, labelled, tower
+from .base import Layer, Made, Stranger, classify, labeled, tower
 
 
 class EarlyExit(nn.Module):
@@ -236,14 +236,14 @@ class OutOfOrder(nn.Module):
 
 
 UNTRACED = (
-    Stranger("early-exit", "other", lambda s: (EarlyExit(32 * s), labelled(s), classify)),
-    Stranger("numpy-function", "other", lambda s: (Foreign(32 * s), labelled(s), classify)),
-    Stranger("kept-rows", "other", lambda s: (Sorted(32 * s), labelled(s), classify)),
+    Stranger("early-exit", "other", lambda s: (EarlyExit(32 * s), labeled(s), classify)),
+    Stranger("numpy-function", "other", lambda s: (Foreign(32 * s), labeled(s), classify)),
+    Stranger("kept-rows", "other", lambda s: (Sorted(32 * s), labeled(s), classify)),
     Stranger("lstm-packed", "recurrent", _packed),
     Stranger("set-matching", "vision", _matched),
     Stranger("detr", "vision", _detr),
     Stranger("gatv2", "graph", _gat),
     Stranger("wav2vec2-default", "speech", _wav2vec2, random=True),
     Stranger("partners-by-index", "contrastive", _partners),
-    Stranger("out-of-order", "other", lambda s: (OutOfOrder(32 * s), labelled(s), classify)),
+    Stranger("out-of-order", "other", lambda s: (OutOfOrder(32 * s), labeled(s), classify)),
 )

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state, vmap
 from torch.nn.utils.parametrizations import weight_norm
 
-from .base import Layer, Made, Stranger, classify, labelled, tower
+from .base import Layer, Made, Stranger, classify, labeled, tower
 
 # -- models ----------------------------------------------------------------------------------------
 
@@ -61,7 +61,7 @@ def _weight_norm(scale: int) -> Made:
         weight_norm(nn.Linear(48, wide)), nn.ReLU(), weight_norm(nn.Linear(wide, wide)), nn.ReLU(),
         weight_norm(nn.Linear(wide, wide)), nn.ReLU(), weight_norm(nn.Linear(wide, 5)),
     )  # fmt: skip
-    return model, labelled(scale, 256), classify
+    return model, labeled(scale, 256), classify
 
 
 class Ensemble(nn.Module):
@@ -91,7 +91,7 @@ def _ensemble(scale: int) -> Made:
         made = model(batch[0])
         return torch.stack([F.cross_entropy(m, batch[1]) for m in made]).mean()
 
-    return Ensemble(32 * scale), labelled(scale), loss
+    return Ensemble(32 * scale), labeled(scale), loss
 
 
 class Fourier(nn.Module):
@@ -134,7 +134,7 @@ def _adapted(scale: int) -> Made:
     wide = 96 * scale
     model = nn.Sequential(nn.Linear(48, wide).requires_grad_(False),
                           *(Adapted(wide) for _ in range(5)), nn.Linear(wide, 5))  # fmt: skip
-    return model, labelled(scale), classify
+    return model, labeled(scale), classify
 
 
 class Frozen(nn.Sequential):
@@ -254,7 +254,7 @@ def _ragged(scale: int) -> Made:
 
 
 def _one_hot(scale: int) -> Made:
-    x, labels = labelled(scale)
+    x, labels = labeled(scale)
     soft = F.one_hot(labels, 5).float() * 0.9 + 0.02
 
     def loss(model: nn.Module, batch: tuple[Tensor, Tensor, None]) -> Tensor:

@@ -44,14 +44,15 @@ def _verb(verb: Any) -> list[str]:
     options = [p for p in verb.params if p.param_type_name == "option" and not p.hidden]
     usage = " ".join(["shoestring", verb.name, *(p.name.upper() for p in arguments), "[OPTIONS]"])
     parts = [f"### shoestring {verb.name}", verb.help or "", f"```\n{usage}\n```"]
-    rows = [(p.name.upper(), "", p.help or "") for p in arguments]
+    rows = [(p.name.upper(), p.help or "") for p in arguments]
     for option in options:
         names = ", ".join(f"`{name}`" for name in (*option.opts, *option.secondary_opts))
         shown = "" if option.default in (None, False, ()) or callable(option.default) else (
             f"`{option.default}`")  # fmt: skip
-        rows.append((names, "required" if option.required else shown, option.help or ""))
-    table = ["| option | means | default |", "|---|---|---|"]
-    table += [f"| {name} | {_cell(text)} | {default} |" for name, default, text in rows]
+        told = " Required." if option.required else f" Default: {shown}." if shown else ""
+        rows.append((names, (option.help or "") + told))
+    table = ["| option | means |", "|---|---|"]
+    table += [f"| {name} | {_cell(text)} |" for name, text in rows]
     parts.append("\n".join(table))
     examples = re.findall(r"`([^`]+)`", str(verb.epilog or ""))
     if examples:

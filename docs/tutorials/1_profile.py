@@ -74,8 +74,7 @@ assert abs(profile.peak_bytes / measured.peak_bytes - 1) < 0.01
 # loss in chunks helps most.
 
 # %%
+given = {"loss": loss, "optimizer": "adamw", "accounting": "device"}
 for technique in (ss.Checkpointing("residual-1"), ss.ChunkedLoss(), ss.OptimizerState(8)):
-    smaller = ss.profile(
-        model, tokens, loss=loss, optimizer="adamw", accounting="device", techniques=[technique]
-    )
+    smaller = ss.profile(model, tokens, **given, techniques=[technique])
     print(f"{smaller.peak_bytes / 1e6:6.1f} MB  {technique.short()}")

@@ -11,8 +11,13 @@ from torch import nn
 import shoestring as ss
 
 torch.manual_seed(0)
-blocks = [nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(6)]
-model = nn.Sequential(*blocks, nn.Linear(256, 10))
+
+
+def block():
+    return nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256))
+
+
+model = nn.Sequential(*(block() for _ in range(6)), nn.Linear(256, 10))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 batch = torch.randn(2048, 256), torch.randint(10, (2048,))
 

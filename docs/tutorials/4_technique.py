@@ -38,7 +38,7 @@ class ShortMomentum(ss.Technique):
     def check(self, setup):  # refuse before anything changes
         groups = setup.optimizer.param_groups
         if type(setup.optimizer) is not torch.optim.SGD or any(g["nesterov"] for g in groups):
-            raise ss.InputError("bf16 momentum needs SGD without Nesterov", hint="torch.optim.SGD")
+            raise ss.InputError("bf16 momentum needs SGD without Nesterov")
 
     def apply(self, setup):
         setup.update = lambda: self.update(setup.optimizer)
@@ -58,7 +58,8 @@ class ShortMomentum(ss.Technique):
                 parameter.add_(state["momentum_buffer"], alpha=-group["lr"])
 
     def claims(self, at):  # bf16 has 8 bits: each of a few updates rounds by at most 1/256
-        yield Claim(ss.Level.NEAR, "momentum is rounded to 16 bits", ("loss", *MOVED), bound=0.02)
+        why = "momentum is rounded to 16 bits"
+        yield Claim(ss.Level.NEAR, why, ("loss", *MOVED), bound=0.02)
 
     @classmethod
     def offers(cls, context):
@@ -81,11 +82,12 @@ def loss(model, batch):
 
 given = {"loss": loss, "optimizer": optimizer}
 plain = ss.profile(model, batch, **given, accounting="device")
-short = ss.profile(model, batch, **given, accounting="device", techniques=[ShortMomentum()])
+mine = [ShortMomentum()]
+short = ss.profile(model, batch, **given, accounting="device", techniques=mine)
 print(f"{plain.peak_bytes:,} bytes plain, {short.peak_bytes:,} with bf16 momentum")
 assert short.peak_bytes < plain.peak_bytes
 
-certificate = ss.verify([ShortMomentum()], model, [batch], **given)
+certificate = ss.verify(mine, model, [batch], **given)
 print(certificate)
 assert certificate.ok
 
@@ -94,7 +96,7 @@ assert certificate.ok
 # `docs/adding-a-technique.md` has the two lines, and the rest of the contract.
 
 # %%
-step = ss.apply([ShortMomentum()], model, optimizer, loss=loss)
+step = ss.apply(mine, model, optimizer, loss=loss)
 step(batch)
 print(step.measure(batch).peak_bytes, "bytes measured")
 assert optimizer.state[model[0].weight]["momentum_buffer"].dtype is torch.bfloat16

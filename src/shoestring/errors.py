@@ -23,7 +23,18 @@ from typing import ClassVar
 
 
 class ShoestringError(Exception):
-    """An error a user can act on: what happened, and optionally the way out."""
+    """An error a user can act on: what happened, and optionally the way out.
+
+    Args:
+        message: What happened, with the numbers.
+        hint: The way out.
+
+    Examples:
+        >>> try:
+        ...     ss.Plan.load("missing.toml")
+        ... except ss.ShoestringError as error:
+        ...     print(error.message, error.hint)
+    """
 
     exit_status: ClassVar[int] = 2
 
@@ -36,15 +47,41 @@ class ShoestringError(Exception):
 
 
 class InputError(ShoestringError, ValueError):
-    """An argument, model or batch that cannot be used."""
+    """An argument, model or batch that cannot be used.
+
+    Examples:
+        >>> try:
+        ...     ss.Precision("fp12")
+        ... except ss.InputError as error:
+        ...     print(error.message)
+    """
 
 
 class SizeError(InputError):
-    """A size that cannot be read as a number of bytes."""
+    """A size that cannot be read as a number of bytes.
+
+    Examples:
+        >>> try:
+        ...     ss.plan(model, batch, loss=loss, optimizer=optimizer, budget="6M")
+        ... except ss.SizeError as error:
+        ...     print(error.hint)
+    """
 
 
 class TraceError(ShoestringError):
-    """The model, its batch or its loss could not be traced."""
+    """The model, its batch or its loss could not be traced.
+
+    Args:
+        message: What happened, and where.
+        hint: The way out.
+        values: Whether values of tensors are read, which only real tensors have.
+
+    Examples:
+        >>> try:
+        ...     ss.profile(model, batch, loss=loss)
+        ... except ss.TraceError as error:
+        ...     print(error.message)
+    """
 
     def __init__(self, message: str, hint: str | None = None, *, values: bool = False) -> None:
         super().__init__(message, hint)
@@ -53,7 +90,19 @@ class TraceError(ShoestringError):
 
 
 class BudgetError(ShoestringError):
-    """No plan fits the budget, or a step did not stay within it."""
+    """No plan fits the budget, or a step did not stay within it.
+
+    Args:
+        message: What happened, with the numbers.
+        hint: The way out.
+        smallest_bytes: The smallest budget for which a plan was found.
+
+    Examples:
+        >>> try:
+        ...     ss.plan(model, batch, loss=loss, optimizer=optimizer, budget="1 KB")
+        ... except ss.BudgetError as error:
+        ...     print(error.smallest_bytes, error.hint)
+    """
 
     exit_status = 1
 
@@ -66,13 +115,33 @@ class BudgetError(ShoestringError):
 
 
 class VerificationError(ShoestringError):
-    """A measured step differs from the predicted or the plain one."""
+    """A measured step differs from the predicted or the plain one.
+
+    Examples:
+        >>> certificate = ss.verify(plan, model, [batch], loss=loss, optimizer=optimizer)
+        >>> try:
+        ...     certificate.check()
+        ... except ss.VerificationError as error:
+        ...     print(error.message)
+    """
 
     exit_status = 1
 
 
 class TrainingStopped(ShoestringError):
-    """A run that ended before its last step; its snapshots are good."""
+    """A run that ended before its last step; its snapshots are good.
+
+    Args:
+        message: What ended it, and when.
+        hint: The way out.
+        exit_status: Of the command line.
+
+    Examples:
+        >>> try:
+        ...     raise ss.TrainingStopped("stopped at update 100", hint="--resume")
+        ... except ss.TrainingStopped as error:
+        ...     print(error.hint)
+    """
 
     exit_status = 1
 
@@ -82,11 +151,19 @@ class TrainingStopped(ShoestringError):
 
 
 class BudgetWarning(UserWarning):
-    """A step that needed more memory than its budget, with the numbers."""
+    """A step that needed more memory than its budget, with the numbers.
+
+    Examples:
+        >>> warnings.simplefilter("error", ss.BudgetWarning)
+    """
 
 
 class NoEffectWarning(UserWarning):
-    """A setting that changed nothing, because nothing in the model matched it."""
+    """A setting that changed nothing, because nothing in the model matched it.
+
+    Examples:
+        >>> warnings.simplefilter("error", ss.NoEffectWarning)
+    """
 
 
 class UnprovenWarning(UserWarning):
@@ -94,7 +171,11 @@ class UnprovenWarning(UserWarning):
 
 
 class UnknownOperationWarning(UserWarning):
-    """An operation the rules do not know, so that the bytes counted for it may be off."""
+    """An operation the rules do not know, so that the bytes counted for it may be off.
+
+    Examples:
+        >>> warnings.simplefilter("ignore", ss.UnknownOperationWarning)
+    """
 
 
 @contextmanager

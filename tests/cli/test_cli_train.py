@@ -66,9 +66,9 @@ def test_stop_resume_and_json(run, tmp_path):
     assert status == 2 and "the run has plan" in err
 
 
-def test_a_frozen_normalisation_stays_frozen(run, tmp_path):
+def test_a_frozen_normalization_stays_frozen(run, tmp_path):
     """After evaluations too, and after a resume."""
-    frozen = [SHORT[0], "tiny_nets:frozen_normalisation", *SHORT[2:], "--epochs", "3"]
+    frozen = [SHORT[0], "tiny_nets:frozen_normalization", *SHORT[2:], "--epochs", "3"]
     assert run(*frozen, "--out", "whole")[0] == 0
     assert run(*frozen, "--out", "parts", "--stop-after", "20 steps")[0] == 0
     held, _ = snapshot.load_latest(tmp_path / "parts")

@@ -64,7 +64,7 @@ def test_best_fit_takes_the_smallest_block_that_is_large_enough():
     assert allocator.reserved_bytes == 54 * MIB
 
 
-def test_free_neighbours_merge_and_serve_a_larger_request():
+def test_free_neighbors_merge_and_serve_a_larger_request():
     allocator = CachingAllocator()
     parts = [allocator.allocate(5 * MIB) for _ in range(4)]
     assert allocator.reserved_bytes == 20 * MIB

@@ -61,7 +61,7 @@ def test_a_large_cached_block_is_handed_out_uncut_and_counts_whole() -> None:
     assert peak_bytes == 19 * MIB - 512 and blocks[-1].nbytes == 2 * MIB - 512
 
 
-def test_freed_neighbours_are_one_block_again() -> None:
+def test_freed_neighbors_are_one_block_again() -> None:
     segments = [segment(0, "large", block(0, 20 * MIB, "inactive"))]
     cut = [alloc(0, 2 * MIB), alloc(2 * MIB, 2 * MIB), alloc(4 * MIB, 2 * MIB)]
     joined = [*cut, *free(0), *free(4 * MIB), *free(2 * MIB), alloc(0, 20 * MIB)]

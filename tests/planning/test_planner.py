@@ -234,9 +234,9 @@ def test_without_a_plan_there_are_no_kernels_of_our_own() -> None:
     trace = trace_plan(found.plan, model, batch, **given, device="cuda")
     kernels = [op for op in trace.ops if op.name.startswith("shoestring.")]
     again = {op.name for op in kernels if op.phase is Phase.RECOMPUTE}
-    assert again <= {"shoestring.bn_normalise"}  # the statistics are there
+    assert again <= {"shoestring.bn_normalize"}  # the statistics are there
     forward = [op.name for op in kernels if op.phase is Phase.FORWARD]
-    assert forward == ["shoestring.bn_statistics", "shoestring.bn_normalise"] * 5
+    assert forward == ["shoestring.bn_statistics", "shoestring.bn_normalize"] * 5
     size = {op.name: work_of(op) for op in kernels}
     assert {work.launches for work in size.values()} == {1}
     assert size["shoestring.bn_gradient"].bytes_moved > size["shoestring.bn_sums"].bytes_moved

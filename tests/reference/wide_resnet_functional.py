@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def batch_norm(x: Tensor, state: Mapping[str, Tensor], name: str, training: bool) -> Tensor:
-    """Normalise each channel, by the batch's own statistics or by the running ones."""
+    """Normalize each channel, by the batch's own statistics or by the running ones."""
     if training:
         mean = x.mean(dim=(0, 2, 3))
         variance = ((x - mean[:, None, None]) ** 2).mean(dim=(0, 2, 3))

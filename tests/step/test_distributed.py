@@ -138,7 +138,7 @@ def test_weights_that_lie_channels_last(found: list[Any], kind: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_gradients_are_synchronised_once_a_step(found: list[Any], kind: str) -> None:
+def test_gradients_are_synchronized_once_a_step(found: list[Any], kind: str) -> None:
     """As often for one rank's three microbatches as for a whole share at once."""
     for result in found:
         plain, parts = (result[f"collectives {kind} {p}"] for p in ("plain", "microbatched"))

@@ -19,7 +19,7 @@ from interpreter import run_interpreted
 from shoestring.step.apply import apply
 from shoestring.step.step import Step
 from shoestring.techniques import Checkpointing, Microbatching, Precision, batch_norm
-from shoestring.techniques.batch_norm import NormSettings, inner, normalise, statistics
+from shoestring.techniques.batch_norm import NormSettings, inner, normalize, statistics
 
 BESIDE = {4: torch.channels_last, 5: torch.channels_last_3d}
 NORMS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
@@ -63,7 +63,7 @@ def compare(device: str, most: int | None = None) -> None:
             ours = x.clone().requires_grad_()
             batch = statistics(ours, (mean, var, counter))
             settings = NormSettings(0.1, plain.eps, rectify)
-            out = normalise(ours, weight, bias, batch, settings)
+            out = normalize(ours, weight, bias, batch, settings)
             out.backward(grad)
             plain.double()
             theirs = x.double().requires_grad_()
@@ -79,7 +79,7 @@ def compare(device: str, most: int | None = None) -> None:
             close(ours.grad.double(), theirs.grad, **near)
             close(weight.grad.double(), plain.weight.grad, atol=1e-4, rtol=tolerance)
             close(bias.grad.double(), plain.bias.grad, atol=1e-4, rtol=tolerance)
-            again = normalise(x, weight, bias, batch.known(), settings)
+            again = normalize(x, weight, bias, batch.known(), settings)
             assert torch.equal(again, out) and int(counter) == 1, "a second pass, the same bits"
 
 
@@ -90,7 +90,7 @@ def compare_not_a_number(device: str) -> None:
     x.requires_grad_()
     one = torch.ones(2, device=device)
     running = one.clone(), one.clone(), torch.zeros((), dtype=torch.int64, device=device)
-    out = normalise(x, one, one, statistics(x, running), NormSettings(0.1, 1e-5, True))
+    out = normalize(x, one, one, statistics(x, running), NormSettings(0.1, 1e-5, True))
     out.sum().backward()
     for made in (out, x.grad):
         assert made[:, 0].isfinite().all() and made[:, 1].isnan().all()
@@ -121,7 +121,7 @@ def compare_groups(device: str, *, small: bool = False) -> None:
                 grads = [grad] if groups == 3 else list(grad.chunk(3))
                 outs = []
                 for part, g in zip(parts, grads, strict=True):
-                    out = normalise(part, weight, bias, statistics(part, running, groups), settings)
+                    out = normalize(part, weight, bias, statistics(part, running, groups), settings)
                     out.backward(g, retain_graph=True)
                     outs.append(out.detach())
                 made.append([torch.cat(outs), ours.grad, weight.grad, bias.grad, *running])
@@ -184,7 +184,7 @@ def kernels_of(device: str) -> Iterator[Counter[str]]:
     from shoestring.kernels import batch_norm_tiles as kernels
 
     ran: Counter[str] = Counter()
-    plain = {name: getattr(kernels, name) for name in ("statistics", "normalise", "gradients")}
+    plain = {name: getattr(kernels, name) for name in ("statistics", "normalize", "gradients")}
 
     def counted(name: str) -> Any:
         def call(*args: Any) -> Any:
@@ -234,7 +234,7 @@ def _compare_steps(device: str) -> None:
             found = step(batch)
         assert ran["statistics"] == 6, "kept for the second pass"
         assert (ran["gradients"], ran["gradients relu"]) == (2, 4)
-        assert again is None or ran["normalise relu"] == 4 + again
+        assert again is None or ran["normalize relu"] == 4 + again
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
         for (name, ours), theirs in zip(
             model.state_dict().items(), plain.state_dict().values(), strict=True
@@ -255,7 +255,7 @@ def compare_together(device: str) -> None:
             ran.clear()
             step(batch)
         assert (ran["statistics"], ran["gradients"], ran["gradients relu"]) == (6, 2, 4)
-        assert ran["normalise relu"] == 8
+        assert ran["normalize relu"] == 8
     with kernels_of(device):
         setup = started(copy.deepcopy(start), Precision("bf16"))._setup
         before = setup.run, list(setup.undo)

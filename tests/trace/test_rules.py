@@ -229,7 +229,7 @@ BY_ARGUMENT: dict[str, tuple[Callable[..., Any], dict[str, Tensor]]] = {
     ),
 }  # fmt: skip
 
-# The weight of a normalisation is a parameter, which costs nothing to read.
+# The weight of a normalization is a parameter, which costs nothing to read.
 PARAMETERS = {name: {"weight"} for name in RULES if name.startswith("native_")}
 
 

@@ -20,13 +20,19 @@ from .sizes import Sizes
 
 @dataclass(frozen=True)
 class CardFit:
-    """The answer for one card or one budget."""
+    """The answer for one card or one budget.
+
+    Examples:
+        >>> answer = ss.will_it_fit("hf:examples/tiny-llama", "8 GB", tokens=32)
+        >>> answer.fits, answer.needed_bytes
+    """
 
     budget_bytes: int
     """Bytes PyTorch's allocator may reserve: for a card, its total less the CUDA context."""
     card: str
     """As it is sold; "" for a budget."""
     example: str
+    """A product with such a card."""
     needed_bytes: int
     """By the plan below; where nothing fits, the least that was found."""
     plan: Plan | None
@@ -76,13 +82,23 @@ class CardFit:
 
 @dataclass(frozen=True)
 class Cards:
-    """The answer for each card; `print` shows a table, `html()` a page."""
+    """The answer for each card; `print` shows a table, `html()` a page.
+
+    Examples:
+        >>> table = ss.cards("hf:examples/tiny-llama", tokens=32, sizes=["8"])
+        >>> [row.largest_batch for row in table.rows]
+    """
 
     model: str
+    """As it was named."""
     what: str
+    """Batch, length, optimizer and LoRA."""
     plain_bytes: int
+    """Needed without a plan."""
     smallest_bytes: int
+    """Needed by the plan that needs least."""
     rows: tuple[CardFit, ...]
+    """One for each card, from small to large."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values."""

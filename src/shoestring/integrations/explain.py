@@ -45,12 +45,19 @@ _PLACES = (
 
 @dataclass(frozen=True)
 class Effect:
-    """One flag, and the peak of the step with it changed."""
+    """One flag, and the peak of the step with it changed.
+
+    Examples:
+        >>> found = ss.explain(model, batch, loss=loss, optimizer=optimizer)
+        >>> {effect.flag: effect.saves_bytes for effect in found.effects}
+    """
 
     flag: str
+    """As the command line writes it."""
     on: bool
     """It is on, and the peak is the one without it."""
     peak_bytes: int
+    """Of the step with the flag changed."""
     saves_bytes: int
     """By having it on; less than zero where it costs memory."""
     at_most: bool = False
@@ -59,13 +66,23 @@ class Effect:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Where the peak is, and what would move it."""
+    """Where the peak is, and what would move it.
+
+    Examples:
+        >>> found = ss.explain(model, batch, loss=loss, optimizer=optimizer)
+        >>> found.phase, found.useless
+    """
 
     peak_bytes: int
+    """Of the step as it is."""
     phase: str
+    """The pass in which the peak is."""
     operation: str
+    """The operation at the peak."""
     bytes_by_role: dict[str, int]
+    """Live bytes at the peak."""
     effects: tuple[Effect, ...]
+    """One for each flag."""
 
     @property
     def useless(self) -> tuple[str, ...]:

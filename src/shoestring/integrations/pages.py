@@ -49,8 +49,11 @@ def table_page(
 
 
 def _wide(cells: Sequence[Sequence[str]]) -> str:
-    """A table that scrolls in its own box on a phone, by keys as well."""
-    return f'<div class="scroll" tabindex="0">{table(cells)}</div>'
+    """A table that scrolls in its own box on a phone, by keys as well; sizes are not broken."""
+    whole = [
+        [c.replace(" ", "\N{NO-BREAK SPACE}") if len(c) <= 20 else c for c in r] for r in cells
+    ]
+    return f'<div class="scroll" tabindex="0">{table(whole)}</div>'
 
 
 def plan_page(model: str, plan: BudgetPlan) -> str:

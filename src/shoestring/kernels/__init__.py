@@ -15,7 +15,7 @@ from ..trace.cuda import CudaKernels
 from ..trace.fakes import is_fake
 
 _NAMES = (
-    "bn_statistics", "bn_normalise", "bn_running", "bn_sums", "bn_gradient", "sparse_scatter",
+    "bn_statistics", "bn_normalize", "bn_running", "bn_sums", "bn_gradient", "sparse_scatter",
     "sparse_gather", "quantized_update", "encode_saved", "decode_saved",
 )  # fmt: skip
 _library = torch.library.Library("shoestring", "DEF")

@@ -72,7 +72,7 @@ def statistics(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def normalise(  # type: ignore[no-untyped-def]
+def normalize(  # type: ignore[no-untyped-def]
     x, found, partial, running_mean, running_var, counter, weight, bias, out,
     rows, channels, shares, momentum, eps,
     FIRST: tl.constexpr, RUNNING: tl.constexpr, RECTIFY: tl.constexpr, ROWS: tl.constexpr,

@@ -113,7 +113,7 @@ def statistics(x: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tensor
     return sizes.room(x), partial
 
 
-def normalise(
+def normalize(
     x: torch.Tensor,
     found: torch.Tensor,
     partial: torch.Tensor | None,
@@ -135,7 +135,7 @@ def normalise(
     first = partial is not None
     mean, var, counter = (found, found, found) if running is None else running
     _launch(
-        "normalise", grid, [out],
+        "normalize", grid, [out],
         x, found, found if partial is None else partial, mean, var, counter, weight, bias, out,
         sizes.rows, sizes.channels, sizes.shares, momentum, eps,
         FIRST=first, RUNNING=first and sizes.groups == 1, RECTIFY=rectify, SHARES=SHARES,

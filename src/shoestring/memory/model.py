@@ -24,26 +24,45 @@ ACCOUNTINGS = ("fundamental", "device")
 
 @dataclass(frozen=True)
 class MemoryProfile:
-    """Where the bytes of one training step go. All of it is predicted; nothing was allocated."""
+    """Where the bytes of one training step go. All of it is predicted; nothing was allocated.
+
+    Examples:
+        >>> profile = ss.profile(model, batch, loss=loss, optimizer=optimizer)
+        >>> profile.peak_bytes, profile.peak_phase, profile.peak_operation
+    """
 
     accounting: str
+    """Either "fundamental" or "device"."""
     device: str
+    """Where the step is taken to run."""
     timeline: Timeline = field(repr=False)
+    """Live bytes at every instant."""
     bytes_by_role: Mapping[Role, int]
     """Live bytes at the peak; the roles add up to it."""
     bytes_by_module: Mapping[str, int] = field(repr=False)
+    """Live bytes at the peak, largest first; "" for those of no module."""
     peak_bytes: int
+    """The largest sum of live bytes."""
     peak_operation: str
+    """The operation at the peak."""
     peak_phase: str
+    """The pass in which it is."""
     peak_module: str
+    """The module that runs it."""
     stored_activation_bytes: int
     """Forward activations held when the backward pass begins."""
     forward_flops: int
+    """Of the forward pass."""
     backward_flops: int
+    """Of the backward pass, without what it recomputes."""
     recompute_flops: int
+    """Of what the backward pass recomputes."""
     parameters: int
+    """How many the model has."""
     sparsifiable_parameters: int
+    """How many of them are in tensors that can be sparse."""
     warnings: tuple[str, ...] = ()
+    """Such as operations that the rules do not know."""
 
     @property
     def activation_bytes(self) -> int:

@@ -8,12 +8,20 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Prediction:
-    """Predicted bytes and seconds of one step, with the accounting and the costs used."""
+    """Predicted bytes and seconds of one step, with the accounting and the costs used.
+
+    Examples:
+        >>> plan.predicted.peak_bytes, plan.predicted.seconds, plan.plain.peak_bytes
+    """
 
     peak_bytes: int
+    """The largest sum of live bytes."""
     accounting: str
+    """Either "fundamental" or "device"."""
     device: str
+    """Either "cpu" or "cuda"; "any" for the fundamental accounting."""
     seconds: float | None = None
+    """Of one step."""
     flops: int | None = None
     """Forward, backward and what is recomputed."""
     costs: str | None = None

@@ -18,22 +18,36 @@ from .prices import Price, price_lines
 
 @dataclass(frozen=True)
 class Choice:
-    """One part of the plan, and why it is there."""
+    """One part of the plan, and why it is there.
+
+    Examples:
+        >>> for choice in plan.choices: print(choice.part, choice.setting, choice.why)
+    """
 
     part: str
+    """The name of a technique."""
     setting: str
+    """In short."""
     kind: str
     """Lossless, near-lossless or lossy."""
     why: str
+    """The effect that the planner took it for."""
 
 
 @dataclass(frozen=True)
 class FrontPoint:
-    """A plan that no other allowed plan beats in both memory and time."""
+    """A plan that no other allowed plan beats in both memory and time.
+
+    Examples:
+        >>> for point in plan.front: print(point.peak_bytes, point.seconds, point.plan.short())
+    """
 
     plan: Plan
+    """The techniques."""
     peak_bytes: int
+    """Predicted."""
     seconds: float
+    """Predicted, of one step."""
     exact: bool
     """Predicted by its own step; else estimated from the chain of blocks."""
     kind: str
@@ -64,17 +78,28 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True)
 class BudgetPlan(Plan):
-    """The fastest plan, by prediction, whose peak stays within a budget, with a margin."""
+    """The fastest plan, by prediction, whose peak stays within a budget, with a margin.
+
+    Examples:
+        >>> plan = ss.plan(model, batch, loss=loss, optimizer=optimizer, budget="8 GB")
+        >>> plan.predicted.peak_bytes <= plan.budget_bytes
+        True
+        >>> [choice.why for choice in plan.choices]
+        []
+    """
 
     budget_bytes: int = field()  # type: ignore[misc]
+    """As it was asked for."""
     budget_of: str = "reserved"
     """On CUDA: what the allocator takes from the card, or what is "allocated" of that."""
     margin: float
     """Fraction of the budget left free for what the prediction may miss."""
     predicted: Prediction
+    """Of the step by this plan."""
     plain: Prediction
     """Of the same step without a plan."""
     choices: tuple[Choice, ...]
+    """One for each technique, with the reason."""
     front: tuple[FrontPoint, ...] = ()
     """From the least memory to the least time."""
     prices: tuple[Price, ...] = ()
@@ -84,6 +109,7 @@ class BudgetPlan(Plan):
     ranks: int = 1
     """Processes that share a step; `predicted` and `plain` are of one, the time without sending."""
     sharding: str = ""
+    """How several ranks share a step, "fsdp" or "ddp"."""
     by_running: str = ""
     """Why the model cannot be traced, where the plan was run and measured instead: `predicted` and
     `plain` are then what steps took."""

@@ -26,7 +26,13 @@ Combine = Callable[[torch.Tensor, float], torch.Tensor]
 class Clip:
     """How gradients are clipped: to a total norm, or every element to a value.
 
-    `Clip(norm=float("inf"))` clips nothing and finds the norm. `norm_type` is p of the p-norm.
+    Args:
+        norm: Largest total norm; `float("inf")` clips nothing and finds the norm.
+        value: Largest absolute value of an element.
+        norm_type: p of the p-norm.
+
+    Examples:
+        >>> step = ss.apply(plan, model, optimizer, loss=loss, clip=ss.Clip(norm=1.0))
     """
 
     norm: float | None = None
@@ -46,7 +52,14 @@ class Clip:
 
     @classmethod
     def of(cls, given: float | Clip | None) -> Clip | None:
-        """A number is a norm."""
+        """A number is a norm.
+
+        Args:
+            given: A number, a `Clip`, or None.
+
+        Returns:
+            A `Clip`, None for None.
+        """
         if given is None or isinstance(given, Clip):
             return given
         return cls(norm=given)

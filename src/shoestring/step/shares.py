@@ -23,10 +23,15 @@ KINDS = ("ddp", "fsdp")
 class Parallel:
     """How the ranks of a process group share a step.
 
-    `ddp`: every rank holds the whole model. `fsdp`: parameters, gradients and optimizer state are
-    split over the ranks (FSDP2). With `batches="whole"` every rank is given the same minibatch and
-    runs its share of it; with "shares" each is given its own part, as `DistributedSampler` does.
-    `weight` is what the loss is averaged over; by default as the plan says.
+    Args:
+        kind: "ddp", where every rank holds the whole model; or "fsdp", which splits parameters,
+            gradients and optimizer state over the ranks (FSDP2).
+        batches: "whole" where every rank is given the same minibatch and runs its share of it;
+            "shares" where each is given its own part, as `DistributedSampler` does.
+        weight: What the loss is averaged over; by default as the plan says.
+
+    Examples:
+        >>> parallel = ss.Parallel("fsdp", batches="shares")  # ss.apply(…, parallel=parallel)
     """
 
     kind: str = "ddp"

@@ -28,10 +28,20 @@ from .setting_up import Base, prepare, revisable, transform
 
 
 class Step:
-    """One training step under a plan; call it with a minibatch.
+    """One training step under a plan, made by `apply` or `fit`; call it with a minibatch.
 
     `step(batch)` is forward, backward, update. `step(batch, update=False)` adds the gradients of
     one more batch, as a plain loop does that leaves out `optimizer.step()` and `zero_grad()`.
+
+    Args:
+        setup: The step under construction, after all techniques.
+        plan: The plan it follows.
+        clip: A largest norm, or a `Clip`.
+
+    Examples:
+        >>> step = ss.apply(plan, model, optimizer, loss=loss)
+        >>> step(batch)
+        >>> step.measure(batch).peak_bytes
     """
 
     def __init__(self, setup: Setup, plan: Plan, clip: float | Clip | None = None) -> None:
@@ -182,7 +192,12 @@ class Step:
         return why_not(self._setup) if self._graph is None else self._graph.why_not
 
     def use_graph(self, wanted: bool, why: str = "use_graph(False) was called") -> None:
-        """On CUDA: capture the step where its shapes allow it (the default), or run it eagerly."""
+        """On CUDA: capture the step where its shapes allow it (the default), or run it eagerly.
+
+        Args:
+            wanted: Whether to capture it.
+            why: The reason that `why_not_captured` tells.
+        """
         if self._graph is not None:
             self._graph.drop()
             self._graph.enabled = wanted
@@ -208,6 +223,13 @@ class Step:
         """Run one step and return its peak, tracked storage by storage or by the allocator.
 
         Meant in steady state: call the step at least once before.
+
+        Args:
+            batch: A minibatch.
+            update: Whether the step updates; without, gradients are added.
+
+        Returns:
+            The peak, and the live bytes at the peak by role.
         """
         if not self.accumulated:
             self._drop_gradients()
@@ -232,7 +254,14 @@ class Step:
         return self.measured
 
     def live(self, batch: Any) -> LivePeak:
-        """On CUDA: run one step eagerly and say what was allocated at its peak."""
+        """On CUDA: run one step eagerly and say what was allocated at its peak.
+
+        Args:
+            batch: A minibatch.
+
+        Returns:
+            Every allocated block at the peak, and the tensor it belongs to.
+        """
         self._drop_gradients()
         device = next(self.model.parameters()).device
         moved = on_device(device, batch)
@@ -339,7 +368,11 @@ class Step:
         return clip_gradients(clip, self.model.parameters(), self.loss_scale)
 
     def revise(self, plan: Plan) -> None:
-        """Go on by a plan that differs in what can be changed between two updates."""
+        """Go on by a plan that differs in what can be changed between two updates.
+
+        Args:
+            plan: The next plan.
+        """
         before = self.plan
         if self._base is None or not revisable(before, plan):
             fixed = [t.name for t in before.techniques if not t.revisable]
@@ -381,6 +414,9 @@ class Step:
         """Go on from a `state_dict` of a step with the same plan.
 
         InputError for another one, before anything changes.
+
+        Args:
+            state: What `state_dict` returned.
         """
         if lacking := [name for name in self._setup.state if name not in state["techniques"]]:
             raise InputError(

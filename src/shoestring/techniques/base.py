@@ -153,7 +153,17 @@ class Flag:
 
 
 class Technique:
-    """One way to need less memory; each is a frozen dataclass of its settings."""
+    """One way to need less memory; each is a frozen dataclass of its settings.
+
+    Derive from it and override what differs: `predict` for a trace, `apply` for a real step,
+    `claims` for a certificate, `offers` for the planner.
+
+    Examples:
+        >>> @ss.register
+        ... @dataclass(frozen=True)
+        ... class Mine(ss.Technique):
+        ...     name = "mine"
+    """
 
     name: ClassVar[str]
     """Under which it is registered: of its table in a plan's file, of its snapshots."""

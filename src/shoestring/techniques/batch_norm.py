@@ -62,7 +62,7 @@ class NormSettings(NamedTuple):
     rectify: bool
 
 
-def normalise(
+def normalize(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor,
@@ -71,8 +71,8 @@ def normalise(
 ) -> torch.Tensor:
     """The normalized input, or its positive part; the gradient goes through the statistics too."""
     if has_torch_function((x,)):
-        return handle_torch_function(normalise, (x,), x, weight, bias, batch, settings)
-    return _Normalise.apply(x, weight, bias, batch, settings)
+        return handle_torch_function(normalize, (x,), x, weight, bias, batch, settings)
+    return _Normalize.apply(x, weight, bias, batch, settings)
 
 
 def _again(args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -80,10 +80,10 @@ def _again(args: tuple[Any, ...]) -> tuple[Any, ...]:
     return x, weight, bias, batch.known(), settings
 
 
-normalise.cheap_to_run_again = _again  # type: ignore[attr-defined]
+normalize.cheap_to_run_again = _again  # type: ignore[attr-defined]
 
 
-class _Normalise(torch.autograd.Function):
+class _Normalize(torch.autograd.Function):
     """y = (x - mean) rstd w + b; its gradient reads x and the statistics, not y."""
 
     @staticmethod
@@ -98,7 +98,7 @@ class _Normalise(torch.autograd.Function):
         """One pass over x."""
         ctx.save_for_backward(x, weight, bias, batch.found)
         ctx.rectify = settings.rectify
-        return batch_norm_tiles.normalise(x, *batch, weight, bias, *settings)
+        return batch_norm_tiles.normalize(x, *batch, weight, bias, *settings)
 
     @staticmethod
     @once_differentiable
@@ -132,7 +132,7 @@ class _Fusion:
     def install(self) -> Callable[[], None]:
         """Put the functions into the modules; returns how to take them out."""
         for norm in self._norms:
-            forward: Any = partial(self._normalised, norm, norm.forward)
+            forward: Any = partial(self._normalized, norm, norm.forward)
             forward.in_groups = partial(self._in_groups, norm)
             norm.forward = forward
         for relu in self._relus:
@@ -168,7 +168,7 @@ class _Fusion:
             )
         return loss
 
-    def _normalised(self, norm: Any, plain: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
+    def _normalized(self, norm: Any, plain: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
         made = self._in_groups(norm, x, 1)
         return plain(x) if made is None else made
 
@@ -187,7 +187,7 @@ class _Fusion:
         fused = norm in self._fused
         running = (norm.running_mean, norm.running_var, norm.num_batches_tracked)
         settings = NormSettings(norm.momentum, norm.eps, fused)
-        out = normalise(x, norm.weight, norm.bias, statistics(x, running, groups), settings)
+        out = normalize(x, norm.weight, norm.bias, statistics(x, running, groups), settings)
         if fused:
             out._is_rectified = True  # type: ignore[attr-defined]
             self._open += 1

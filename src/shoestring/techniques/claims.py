@@ -13,7 +13,12 @@ MOVED = ("optimizer state", "parameters")
 
 
 class Level(IntEnum):
-    """How close planned training is to plain training, as claimed or as found."""
+    """How close planned training is to plain training, as claimed or as found.
+
+    Examples:
+        >>> ss.Level.EQUAL < ss.Level.NEAR, ss.Level.ROUNDING.kind
+        (True, 'lossless')
+    """
 
     NONE = 0
     EQUAL = 1

@@ -24,11 +24,21 @@ MOST_BYTES = 10**7
 class Plan:
     """The techniques of a training step, at most one of a kind, in the order they are applied.
 
-    Built from a list, `Plan([Precision("fp16"), Microbatching(10)])`, or by their names,
-    `Plan(precision=Precision("fp16"))`; `plan.precision` is the technique, or None.
+    `plan.precision` is the technique of this name, or None.
+
+    Args:
+        techniques: A list of them.
+        named: Or each by its name: `Plan(precision=Precision("fp16"))`.
+
+    Examples:
+        >>> plan = ss.Plan([ss.Precision("fp16"), ss.Microbatching(10)])
+        >>> plan.save("plan.toml")
+        >>> ss.Plan.load("plan.toml") == plan
+        True
     """
 
     techniques: tuple[Technique, ...] = ()
+    """In the order they are applied."""
     budget_bytes: ClassVar[int | None] = None
     """The request a `BudgetPlan` was made for."""
 
@@ -59,11 +69,25 @@ class Plan:
 
     @classmethod
     def of(cls, given: Plan | Iterable[Technique]) -> Plan:
-        """The plan of these techniques, or of another plan without its budget."""
+        """The plan of these techniques, or of another plan without its budget.
+
+        Args:
+            given: A plan, or a list of techniques.
+
+        Returns:
+            A plan of techniques alone.
+        """
         return Plan(given.techniques if isinstance(given, Plan) else given)
 
     def get(self, name: str) -> Technique | None:
-        """The technique of this name, None where the plan has none."""
+        """The technique of this name.
+
+        Args:
+            name: Such as "precision".
+
+        Returns:
+            The technique, None where the plan has none.
+        """
         return next((t for t in self.techniques if t.name == name), None)
 
     def __getattr__(self, name: str) -> Any:
@@ -72,22 +96,50 @@ class Plan:
         return self.get(name)
 
     def but(self, *techniques: Technique) -> Self:
-        """The plan with these in place of their like."""
+        """The plan with these in place of their like.
+
+        Args:
+            techniques: At most one of a kind.
+
+        Returns:
+            Another plan.
+        """
         names = {t.name for t in techniques}
         kept = [t for t in self.techniques if t.name not in names]
         return replace(self, techniques=(*kept, *techniques))
 
     def without(self, *names: str) -> Self:
-        """The plan less the techniques of these names."""
+        """The plan less the techniques of these names.
+
+        Args:
+            names: Such as "precision".
+
+        Returns:
+            Another plan.
+        """
         return replace(self, techniques=tuple(t for t in self.techniques if t.name not in names))
 
     def examples_at_once(self, batch: Any) -> int | None:
-        """How many examples of this batch run at once; None for all."""
+        """How many examples of a batch run at once.
+
+        Args:
+            batch: A minibatch, which microbatches of tokens look at.
+
+        Returns:
+            The number, None for all.
+        """
         found = (t.examples_at_once(batch) for t in self.techniques)
         return min((n for n in found if n is not None), default=None)
 
     def examples_together(self, batch: Any) -> int:
-        """How many examples must run on one rank."""
+        """How many examples must run on one rank.
+
+        Args:
+            batch: A minibatch, which microbatches of tokens look at.
+
+        Returns:
+            The number.
+        """
         found = (t.examples_together(batch) for t in self.techniques)
         return min((n for n in found if n is not None), default=1)
 
@@ -123,7 +175,14 @@ class Plan:
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> Plan:
-        """Read what `to_dict` wrote; anything else is an error that names it."""
+        """Read what `to_dict` wrote; anything else is an error that names it.
+
+        Args:
+            given: Technique → setting → value.
+
+        Returns:
+            The plan.
+        """
         found = []
         for name, settings in given.items():
             kind = registered().get(name)
@@ -133,7 +192,14 @@ class Plan:
         return Plan(found)
 
     def changed(self, changes: Mapping[str, Any]) -> Plan:
-        """The plan with some settings replaced, each named "technique.setting"."""
+        """The plan with some settings replaced.
+
+        Args:
+            changes: New values by name, each "technique.setting".
+
+        Returns:
+            Another plan.
+        """
         given = self.to_dict()
         for name, value in changes.items():
             technique, _, setting = name.partition(".")
@@ -153,7 +219,11 @@ class Plan:
         return ("\n\n".join(parts) or "# plain training: no technique") + "\n"
 
     def save(self, path: str | Path) -> None:
-        """Write TOML, or JSON where the name ends in .json."""
+        """Write a file for people and programs.
+
+        Args:
+            path: TOML, or JSON where the name ends in .json.
+        """
         text = self.to_json() if Path(path).suffix == ".json" else self.to_toml()
         try:
             files.write(path, text.encode())
@@ -162,7 +232,14 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Read a plan that `save` or a person wrote."""
+        """Read a plan that `save` or a person wrote.
+
+        Args:
+            path: A TOML or JSON file.
+
+        Returns:
+            The plan.
+        """
         try:
             text = files.read(path, MOST_BYTES, plain=False).decode()
             if not text.strip():  # a disk that was full leaves one

@@ -30,7 +30,8 @@ def register(kind: Kind) -> Kind:
     Examples:
         >>> @ss.register
         ... @dataclass(frozen=True)
-        ... class Mine(ss.Technique): ...
+        ... class Mine(ss.Technique):
+        ...     name = "mine"
     """
     name = kind.name
     if not (is_dataclass(kind) and kind.__dataclass_params__.frozen):

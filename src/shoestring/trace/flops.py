@@ -32,7 +32,7 @@ _PER_ELEMENT = {
     "native_batch_norm_backward": 9,
     "cudnn_batch_norm_backward": 9,
     "bn_statistics": 3,
-    "bn_normalise": 4,
+    "bn_normalize": 4,
     "bn_sums": 4,
     "bn_gradient": 5,
     "native_layer_norm_backward": 11,

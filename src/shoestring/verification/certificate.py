@@ -37,11 +37,20 @@ _FOUND = {
 
 @dataclass(frozen=True)
 class Comparison:
-    """One result of planned training, compared with that of plain training."""
+    """One result of planned training, compared with that of plain training.
+
+    Examples:
+        >>> certificate = ss.verify(plan, model, [batch], loss=loss, optimizer=optimizer)
+        >>> [row.what for row in certificate.comparisons if not row.ok]
+        []
+    """
 
     what: str
+    """Such as "loss", "gradients", "buffers" or "parameters"."""
     claim: Level
+    """How close the plan says it is."""
     found: Level
+    """How close it was."""
     error: float | None
     """||planned − plain|| / ||plain|| of the worst tensor; None where it has no size, 0.0 where
     equal to the bit."""
@@ -86,15 +95,26 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Certificate:
-    """Planned training beside plain training, and predicted beside measured bytes."""
+    """Planned training beside plain training, and predicted beside measured bytes.
+
+    Examples:
+        >>> certificate = ss.verify(plan, model, [batch], loss=loss, optimizer=optimizer)
+        >>> certificate.ok
+        True
+    """
 
     plan: Plan
+    """The plan that was verified."""
     device: str
+    """Where both copies trained."""
     steps: int
+    """How many updates were compared."""
     comparisons: tuple[Comparison, ...]
+    """One for each kind of result: loss, gradients, buffers, and so on."""
     predicted_peak_bytes: int | None
     """None where the step cannot be predicted, or was not planned."""
     measured_peak_bytes: int
+    """Of a real step by the plan."""
     plain_peak_bytes: int
     """Measured, of the same step without the plan."""
     peak_varies: bool = False

@@ -11,7 +11,7 @@ from interpreter import run_interpreted
 from shoestring.lab.models.dynamic_conv_function import DynamicConv
 
 # (batch, time, channels, heads, taps, left): lengths under, at and over a tile, sentences shorter
-# than the kernel, channels that are no power of two, causal and centred.
+# than the kernel, channels that are no power of two, causal and centered.
 SMALL = [
     (2, 5, 24, 2, 3, 1), (1, 17, 64, 1, 7, 6), (1, 4, 12, 2, 31, 15), (1, 1, 8, 2, 3, 2),
     (1, 9, 96, 1, 3, 0),

@@ -204,7 +204,7 @@ def test_what_is_shown_is_the_chosen_setting_though_rows_share_a_profile(made, t
     found = rendered(made.folder / "index.html", tmp_path, script)
     assert "learning rate 0.05" in found["before"][0] and found["before"][1] == ["0"]
     assert "learning rate 1e+30" in found["after"][0] and found["after"][1] == []
-    assert found["legend"] == found["drawn"], "every colour is explained, at every instant"
+    assert found["legend"] == found["drawn"], "every color is explained, at every instant"
 
 
 def test_a_tap_near_a_point_chooses_it(made, tmp_path):

@@ -71,7 +71,7 @@ class Ray:
     """A cluster on which nothing ends; at the second look the first job has begun."""
 
     def __init__(self, log, asked):
-        self.log, self.asked, self.cancelled, self.looks = log, asked, [], 0
+        self.log, self.asked, self.canceled, self.looks = log, asked, [], 0
 
     def remote(self, job, folder, place):
         return job.name
@@ -84,7 +84,7 @@ class Ray:
         return [], handles
 
     def cancel(self, handle):
-        self.cancelled.append(handle)
+        self.canceled.append(handle)
 
 
 def test_runs_that_wait_for_the_cluster_are_not_under_way(tmp_path):
@@ -101,7 +101,7 @@ def test_runs_that_wait_for_the_cluster_are_not_under_way(tmp_path):
             running.append, asked,
         )  # fmt: skip
     assert running == [[], [jobs[0]]]
-    assert ray.cancelled == [job.name for job in jobs] and ray.looks == 3, "and waited for"
+    assert ray.canceled == [job.name for job in jobs] and ray.looks == 3, "and waited for"
 
 
 class Hung(Ray):

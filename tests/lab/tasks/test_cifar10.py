@@ -219,7 +219,7 @@ def test_a_pickle_cannot_change_what_reads_it():
 @pytest.mark.data
 @pytest.mark.skipif(not os.environ.get(VARIABLE), reason=f"{VARIABLE} names no folder")
 def test_the_real_images():
-    """Counts by class, and the numbers they are normalised with."""
+    """Counts by class, and the numbers they are normalized with."""
     task = load_task("cifar10")
     assert task.labels.bincount().tolist() == [5000] * 10
     assert task.held_out_labels.bincount().tolist() == [1000] * 10

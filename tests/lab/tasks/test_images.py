@@ -36,7 +36,7 @@ def task(images=30, side=6, padding=2, flip=True):
     )
 
 
-def normalised(image, of):
+def normalized(image, of):
     """As numpy does it, in 64 bits."""
     mean, deviation = (np.array(x).reshape(3, 1, 1) for x in (of.mean, of.deviation))
     return (image / 255 - mean) / deviation
@@ -54,7 +54,7 @@ def variants(image, of):
                 crop = padded[:, row : row + height, column : column + width]
                 yield (
                     (row, column, mirrored),
-                    normalised(crop[:, :, ::-1] if mirrored else crop, of),
+                    normalized(crop[:, :, ::-1] if mirrored else crop, of),
                 )
 
 
@@ -111,7 +111,7 @@ def test_types_and_layout_are_as_asked():
     images, labels = feed.batch(0, 0)
     assert images.dtype is torch.float16 and labels.dtype is torch.int64
     assert images.is_contiguous(memory_format=torch.channels_last)
-    assert images.equal(wide.half())  # rounded once, after the normalisation
+    assert images.equal(wide.half())  # rounded once, after the normalization
 
 
 def test_held_out_images_come_whole_and_in_order():
@@ -119,7 +119,7 @@ def test_held_out_images_come_whole_and_in_order():
     feed = ImageFeed(of, 8, seed=1, device=CPU)
     parts = list(feed.held_out(2))
     assert [len(labels) for _, labels in parts] == [2, 2, 1]
-    expected = np.stack([normalised(i.numpy(), of) for i in of.held_out_images])
+    expected = np.stack([normalized(i.numpy(), of) for i in of.held_out_images])
     np.testing.assert_allclose(torch.cat([i for i, _ in parts]).numpy(), expected, atol=1e-5)
     assert torch.cat([labels for _, labels in parts]).equal(of.held_out_labels)
 

@@ -48,7 +48,7 @@ def step_of(*plan: ss.Technique, model: nn.Module | None = None) -> ss.Step:
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("count", [1, 255, 256, 5000])
-def test_a_code_is_one_of_its_neighbours(bits: int, count: int) -> None:
+def test_a_code_is_one_of_its_neighbors(bits: int, count: int) -> None:
     x = torch.randn(count, generator=torch.Generator().manual_seed(bits))
     noise = Noise(x.device, 0)
     made = SavedInBits(x, bits, noise).value()

@@ -117,7 +117,7 @@ def test_recomputed_products_are_exactly_those_predicted(strategy: str) -> None:
 
 
 def _left_out(trace: Trace, strategy: str) -> list[int]:
-    """Predicted, but not run or not counted: normalisations, which the counter does not know, and
+    """Predicted, but not run or not counted: normalizations, which the counter does not know, and
     the layers around the blocks, whose outputs a module's region keeps."""
     graph = forward_graph(trace)
     return [

@@ -116,7 +116,7 @@ def test_what_runs_again_is_what_the_chain_counts() -> None:
         step = apply([Checkpointing.of(items)], ours, sgd(ours), loss=known.loss)
         extra = products(lambda step=step: step._setup.run(batch)) - plain
         counted = evaluate(chain, items).again.flops
-        assert extra < counted < extra * 1.05  # the counter knows no normalisations
+        assert extra < counted < extra * 1.05  # the counter knows no normalizations
 
 
 def test_blocks_that_something_else_reads_do_not_share_a_region() -> None:
@@ -180,7 +180,7 @@ def test_the_fundamental_accounting_reads_schedules(schedule: str, same_as: str)
     trace = trace_model(known.build(), known.batch(2), loss=known.loss, optimizer="sgd")
     ours = memory_profile(Checkpointing("per-block", schedule=(schedule,)).predict(trace))
     named = memory_profile(Checkpointing(same_as).predict(trace))
-    # With a star the strategies make the normalisation behind the blocks again too.
+    # With a star the strategies make the normalization behind the blocks again too.
     assert ours.peak_bytes == pytest.approx(named.peak_bytes, rel=1e-3 if "*" in same_as else 0)
     assert ours.recompute_flops == pytest.approx(named.recompute_flops, rel=0.01)
 

@@ -1,4 +1,4 @@
-"""On CUDA: SGD's fused kernel, no synchronisation, and a whole step in one graph."""
+"""On CUDA: SGD's fused kernel, no synchronization, and a whole step in one graph."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stochastic rounding: right on average, the same for a seed, and never beyond the neighbours."""
+"""Stochastic rounding: right on average, the same for a seed, and never beyond the neighbors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_the_mean_of_many_draws_is_the_number(dtype):
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-def test_only_neighbours_are_chosen_and_what_fits_stays(dtype):
+def test_only_neighbors_are_chosen_and_what_fits_stays(dtype):
     torch.manual_seed(0)
     x = torch.randn(10_000)
     rounded = noise().rounded(x, dtype)
@@ -103,10 +103,10 @@ def test_draws_look_independent():
     counts = torch.bincount(draws.flatten().long() >> 5, minlength=256).double()
     expected = draws.numel() / 256
     assert ((counts - expected) ** 2 / expected).sum() < 256 + 6 * (2 * 256) ** 0.5
-    centred = (draws - draws.mean()) / draws.std()
-    between = (centred @ centred.T) / like.numel()
+    centered = (draws - draws.mean()) / draws.std()
+    between = (centered @ centered.T) / like.numel()
     between.fill_diagonal_(0)
     assert between.abs().max() < 6 / like.numel() ** 0.5
     for lag in (1, 2, 16, 256):
-        along = (centred[:, lag:] * centred[:, :-lag]).mean()
+        along = (centered[:, lag:] * centered[:, :-lag]).mean()
         assert along.abs() < 6 / draws.numel() ** 0.5, lag

@@ -95,7 +95,7 @@ def check(found: NarrowUpdate, wanted: NarrowUpdate, dtype: torch.dtype, case: s
             x, y = x.detach().float(), y.detach().float()
             assert torch.isfinite(x).all()
             far = (x - y).abs() / (ulp * y.abs().clamp_min(0.1 * y.abs().max()))
-            if a.dim() == 4:  # in the order of memory, so each has its neighbour's random bits
+            if a.dim() == 4:  # in the order of memory, so each has its neighbor's random bits
                 assert far.max() < 20, (case, key)
             else:
                 others = int((far > 0.05).sum())

@@ -88,7 +88,7 @@ def test_settings_that_mean_nothing(settings: dict[str, Any]) -> None:
 
 
 def test_only_the_tensors_named_and_any_of_them() -> None:
-    """A bias and a normalisation can be named too: they fall back to a dense tensor."""
+    """A bias and a normalization can be named too: they fall back to a dense tensor."""
     loss = CASES["convolutions"][2]
     model = build("convolutions")
     names = ("stem.weight", "stem.bias", "layers.0.bn1.weight", "head.weight")

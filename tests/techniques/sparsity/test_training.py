@@ -278,7 +278,7 @@ def test_a_state_goes_on_exactly(optimizer: str) -> None:
     assert one._setup.state["sparsity"].rewirings == two._setup.state["sparsity"].rewirings == 4
 
 
-def test_scales_and_normalisations_stay_dense() -> None:
+def test_scales_and_normalizations_stay_dense() -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:
             super().__init__()

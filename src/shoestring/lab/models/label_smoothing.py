@@ -72,7 +72,7 @@ class _ProjectedLoss(torch.autograd.Function):
         rows, wanted = hidden.flatten(0, -2), target.flatten()
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         total = rows.new_zeros(rows.shape[0], dtype=dtype)
-        true, normaliser = torch.zeros_like(total), torch.full_like(total, -torch.inf)
+        true, normalizer = torch.zeros_like(total), torch.full_like(total, -torch.inf)
         for part in _parts(weight.shape[0], words):
             scores = (rows @ weight[part].t()).to(dtype)
             total += scores.sum(1)
@@ -80,12 +80,12 @@ class _ProjectedLoss(torch.autograd.Function):
             true += scores.gather(1, place[:, None]).squeeze(1).masked_fill_(~inside, 0.0)
             top = scores.amax(1)
             sums = scores.sub_(top[:, None]).exp_().sum(1).log_().add_(top)
-            normaliser = torch.logaddexp(normaliser, sums)
+            normalizer = torch.logaddexp(normalizer, sums)
             del scores
         kept = wanted != padding
         count = kept.sum().clamp(min=1)
-        each = (1.0 - smoothing) * true + (smoothing / weight.shape[0]) * total - normaliser
-        ctx.save_for_backward(hidden, weight, target, normaliser)
+        each = (1.0 - smoothing) * true + (smoothing / weight.shape[0]) * total - normalizer
+        ctx.save_for_backward(hidden, weight, target, normalizer)
         ctx.smoothing, ctx.padding, ctx.words = smoothing, padding, words
         return -each.masked_fill(~kept, 0.0).sum() / count
 
@@ -93,16 +93,16 @@ class _ProjectedLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """(p - q) times the gradient of the loss, q the smoothed target, part by part."""
-        hidden, weight, target, normaliser = ctx.saved_tensors
+        hidden, weight, target, normalizer = ctx.saved_tensors
         rows, wanted = hidden.flatten(0, -2), target.flatten()
         kept = wanted != ctx.padding
-        scale = torch.where(kept, grad.to(normaliser.dtype) / kept.sum().clamp(min=1), 0.0)
+        scale = torch.where(kept, grad.to(normalizer.dtype) / kept.sum().clamp(min=1), 0.0)
         for_hidden, for_weight = ctx.needs_input_grad[:2]
-        grad_rows = rows.new_zeros(rows.shape, dtype=normaliser.dtype) if for_hidden else None
+        grad_rows = rows.new_zeros(rows.shape, dtype=normalizer.dtype) if for_hidden else None
         grad_weight = torch.empty_like(weight) if for_weight else None
         for part in _parts(weight.shape[0], ctx.words):
-            scores = (rows @ weight[part].t()).to(normaliser.dtype)
-            scores.sub_(normaliser[:, None]).exp_().sub_(ctx.smoothing / weight.shape[0])
+            scores = (rows @ weight[part].t()).to(normalizer.dtype)
+            scores.sub_(normalizer[:, None]).exp_().sub_(ctx.smoothing / weight.shape[0])
             place, inside = _within(wanted, part)
             scores.scatter_add_(
                 1, place[:, None], (ctx.smoothing - 1.0) * inside[:, None].to(scores)

@@ -261,11 +261,11 @@ def timeline_section() -> Section:
         '<input type="range" id="instant" min="0" max="0" value="0"></label>'
         '<button type="button" id="to-peak">to the peak</button></div>',
         '<div class="panel" id="instant-said"></div></div>',
-        '<div class="two" id="pie-box"><div><h3>At the peak</h3>'
+        '<div class="two" id="pie-box"><div><h3>The peak by role</h3>'
         '<svg id="pie" viewBox="0 0 200 200" style="max-width:16rem" role="img" '
         'aria-label="shares of the memory at the peak; the table has the numbers"></svg>'
         '<table class="wrap"><tbody id="pie-rows"></tbody></table></div>',
-        "<div><h3>What is live there</h3>"
+        "<div><h3>Largest modules at the peak</h3>"
         + _box("what is live at the peak", "scroll tall", "wrap")
         + _cells(["module", "kind", "size"], "th")
         + '<tbody id="live"></tbody></table></div></div></div>',

@@ -72,9 +72,9 @@ def _by_module(profile: MemoryProfile) -> dict[str, int]:
 def _modules() -> Section:
     return section(
         "tree",
-        '<p class="faint">What each module holds at the peak; in brackets what belongs to none. '
-        "A click, a tap or Enter opens a module; arrow keys walk through the tree, Escape goes "
-        "back out.</p>",
+        '<p class="faint">Live bytes at the peak by module, or (in brackets) by role if they are '
+        "of no module. A click, a tap or Enter opens a module. Arrow keys walk through the tree, "
+        "Escape goes back out.</p>",
         '<div id="modules"></div>',
         '<div class="panel" id="modules-said" aria-live="polite"></div>',
         '<div class="controls"><button type="button" id="modules-out">all modules</button></div>',

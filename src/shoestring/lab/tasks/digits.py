@@ -20,8 +20,8 @@ def digits(split: str, seed: int) -> ImageTask:
     with needs_extra("lab", "scikit-learn", "the data set digits"):
         from sklearn.datasets import load_digits
     data = load_digits()
-    grey = np.rint(data.images * (255 / 16)).astype(np.uint8)
-    large = grey.repeat(SIDE // 8, axis=1).repeat(SIDE // 8, axis=2)
+    gray = np.rint(data.images * (255 / 16)).astype(np.uint8)
+    large = gray.repeat(SIDE // 8, axis=1).repeat(SIDE // 8, axis=2)
     images = torch.from_numpy(np.stack([large] * 3, axis=1))
     labels = torch.from_numpy(data.target.astype(np.int64))
     test = torch.arange(len(images)) % TEST_EVERY == TEST_EVERY - 1

@@ -229,7 +229,7 @@ class ImageFeed:
         pixels = self._sent(self._images.index_select(0, chosen)) if self.streams else self._images
         if not self._by_kernel(pixels, drawn, images):
             pixels = pixels if self.streams else pixels.index_select(0, chosen)
-            images.copy_(self._normalised(self._cropped(pixels, drawn)))
+            images.copy_(self._normalized(self._cropped(pixels, drawn)))
         if self.in_place:
             self._made = images, labels
         return images, labels
@@ -273,10 +273,10 @@ class ImageFeed:
     def held_out(self, batch: int) -> Iterator[Batch]:
         """The images to evaluate on, as they are, in batches of at most `batch`."""
         for images, labels in zip(*(t.split(batch) for t in self._held_out), strict=True):
-            wide = self._normalised(self._sent(images))
+            wide = self._normalized(self._sent(images))
             yield wide.to(self._dtype, memory_format=self._format), self._sent(labels)
 
-    def _normalised(self, images: Tensor) -> Tensor:
+    def _normalized(self, images: Tensor) -> Tensor:
         wide = images.to(torch.float32, copy=True)
         return torch.addcmul(self._shift, wide, self._scale, out=wide)
 

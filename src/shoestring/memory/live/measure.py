@@ -31,10 +31,16 @@ Optimizer = torch.optim.Optimizer
 
 @dataclass(frozen=True)
 class Measurement:
-    """The peak of a real step."""
+    """The peak of a real step.
+
+    Examples:
+        >>> ss.measure(model, batch, loss=loss, optimizer=optimizer).bytes_by_role["gradient"]
+    """
 
     device: str
+    """Where it ran."""
     peak_bytes: int
+    """On the CPU of tensors, on CUDA allocated."""
     bytes_by_role: dict[str, int]
     """Live bytes at the peak, by role; the sum is the peak."""
     scratch_bytes: int = 0

@@ -38,9 +38,9 @@ def _named(
     for tensor in tensors_of(batch):
         yield "minibatch", _form(tensor), tensor
     for path, module in model.named_modules():
-        normalises = is_normalization(module)
+        normalizes = is_normalization(module)
         for name, parameter in module.named_parameters(path, recurse=False):
-            yield "normalization parameters" if normalises else "weights", name, parameter
+            yield "normalization parameters" if normalizes else "weights", name, parameter
         for name, buffer in module.named_buffers(path, recurse=False):
             index = name.endswith("_index")
             yield "sparse index" if index else "buffers", name, buffer

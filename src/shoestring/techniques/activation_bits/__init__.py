@@ -23,11 +23,17 @@ _LOSSINESS = {8: 0.05, 4: 0.3, 2: 1.0}
 @register
 @dataclass(frozen=True)
 class ActivationBits(Technique):
-    """Store what autograd saves in `bits` bits (8, 4 or 2).
+    """Store what autograd saves for backward in 8, 4 or 2 bits.
 
-    Tensors of fewer than `smallest` elements are stored as they are. The forward pass is the plain
-    one. Gradients are those of rounded activations, right on average. `seed` is the seed of the
-    random rounding.
+    The forward pass is the plain one. Gradients are those of rounded activations, right on average.
+
+    Args:
+        bits: 8, 4 or 2.
+        smallest: Tensors of fewer elements are stored as they are.
+        seed: Seed of the random rounding.
+
+    Examples:
+        >>> step = ss.apply([ss.ActivationBits(8)], model, optimizer, loss=loss)
     """
 
     name: ClassVar[str] = "activation_bits"

@@ -36,10 +36,15 @@ _BYTES = 2
 class ActivationOffload(Technique):
     """Keep saved activations on the host between the forward and the backward pass.
 
-    `what` is "inputs", the inputs that blocks are recomputed from, or "all" that autograd saves.
-    Tensors of fewer than `smallest` elements stay on the device. For a model on a GPU the host's
-    pinned memory holds them, for one on the CPU mapped files in `folder`, by default the folder of
-    temporary files if it is on a disk.
+    For a model on a GPU they are in pinned memory, for one on the CPU in mapped files.
+
+    Args:
+        what: "inputs", from which blocks are recomputed, or "all" that autograd saves.
+        smallest: Tensors of fewer elements stay on the device.
+        folder: Of the mapped files; by default the folder of temporary files if it is on a disk.
+
+    Examples:
+        >>> step = ss.apply([ss.ActivationOffload("all")], model, optimizer, loss=loss)
     """
 
     name: ClassVar[str] = "activation_offload"

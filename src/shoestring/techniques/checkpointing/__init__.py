@@ -31,10 +31,17 @@ from .wrap import every_node, grouped_blocks, without_cheap_outputs, wrap_blocks
 @register
 @dataclass(frozen=True)
 class Checkpointing(Technique):
-    """One of the report's strategies: none, no-bn, every-M, residual-M, residual-M*; or per-block.
+    """Keep some activations for the backward pass and recompute the others.
 
-    `blocks` names the modules that count as blocks; by default they are found. `schedule` says
-    what "per-block" does with each of them, as text (`memory.items`): ("keep*3", "recompute*8").
+    Args:
+        strategy: One of the report's, "none", "no-bn", "every-M", "residual-M" or "residual-M*"; or
+            "per-block".
+        blocks: Names of the modules that count as blocks; by default they are found.
+        schedule: For "per-block": what happens to each of them, as text (`memory.items`), such as
+            ("keep*3", "recompute*8").
+
+    Examples:
+        >>> step = ss.apply([ss.Checkpointing("every-2")], model, optimizer, loss=loss)
     """
 
     name: ClassVar[str] = "checkpointing"

@@ -23,12 +23,18 @@ __all__ = ["ChunkedLoss"]
 @register
 @dataclass(frozen=True)
 class ChunkedLoss(Technique):
-    """Compute the last projection and its cross-entropy `columns` classes at a time.
+    """Compute the last projection and its cross-entropy some classes at a time.
 
-    `columns` is by default twice the number of the projection's inputs, at least 1,024. The step
-    finds the head while it runs: a linear layer outside of the blocks whose output goes to
+    The step finds the head while it runs: a linear layer outside of the blocks whose output goes to
     `F.cross_entropy`, or to `log_softmax` and `F.nll_loss`, through casts, shifts, views and
     factors. If anything else reads the logits, they are computed as usual.
+
+    Args:
+        columns: Classes at a time; by default twice the number of the projection's inputs, at least
+            1,024.
+
+    Examples:
+        >>> step = ss.apply([ss.ChunkedLoss()], model, optimizer, loss=loss)
     """
 
     name: ClassVar[str] = "chunked_loss"

@@ -27,6 +27,9 @@ class FusedUpdate(Technique):
     By default PyTorch's optimizers update all tensors together on CUDA, and copy each of them. The
     fused kernel makes no copies, and Adam counts its steps on the device, so that the whole
     training step can be one CUDA graph.
+
+    Examples:
+        >>> step = ss.apply([ss.FusedUpdate()], model, optimizer, loss=loss)
     """
 
     name: ClassVar[str] = "fused_update"

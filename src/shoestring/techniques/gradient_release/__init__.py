@@ -29,9 +29,15 @@ _OPTIMIZERS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 class GradientRelease(Technique):
     """Update each parameter in the backward pass, as soon as its gradient is final, and free it.
 
-    With microbatches, gradients are summed until the last one. For SGD with momentum (not
-    Nesterov's) they are added to the momentum itself, unless `fold=False`. `fold="all"` also adds
-    them to Adam's moments, to the second one as squares of the parts.
+    Args:
+        wanted: False changes nothing.
+        fold: With microbatches, True adds the gradients of SGD with momentum (not Nesterov's) to
+            the momentum itself; False sums them until the last microbatch, as for other
+            optimizers. "all" also adds them to Adam's moments, to the second one as squares of
+            the parts.
+
+    Examples:
+        >>> step = ss.apply([ss.GradientRelease()], model, optimizer, loss=loss)
     """
 
     name: ClassVar[str] = "gradient_release"

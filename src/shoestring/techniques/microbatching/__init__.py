@@ -34,15 +34,23 @@ promise nothing."""
 @register
 @dataclass(frozen=True)
 class Microbatching(Technique):
-    """Run `size` examples at a time; the last microbatch may be smaller and has less weight.
+    """Run some examples at a time; the last microbatch may be smaller and has less weight.
 
-    With the unit "tokens" `size` counts positions: as many sentences as fit, padded as they are in
-    the minibatch, and at least one.
-    `units` says what the loss is averaged over (`microbatching.units`): "auto" finds it on the
-    first batch, and refuses a loss that is not the sum of its parts; "examples"; "sum" for a summed
-    loss; a tensor of the batch, "labels[:, 1:] != -100"; or a function from a part to its number of
-    units. `accumulate="compensated"` adds gradients with Kahan's correction. `simulated` runs the
-    whole minibatch at once, normalized in groups of `size`. `weight` is an older name of `units`.
+    Args:
+        size: Examples at a time. With the unit "tokens" positions: as many sentences as fit, padded
+            as they are in the minibatch, and at least one.
+        weight: An older name of `units`.
+        accumulate: "parameter" adds gradients as PyTorch does, "compensated" with Kahan's
+            correction.
+        simulated: Run the whole minibatch at once, normalized in groups of `size`.
+        unit: "examples" or "tokens", counted by `size`.
+        units: What the loss is averaged over: "auto" finds it on the first batch, and refuses a
+            loss that is not the sum of its parts; "examples"; "sum" for a summed loss; a tensor
+            of the batch, "labels[:, 1:] != -100"; or a function from a part to its number of
+            units.
+
+    Examples:
+        >>> step = ss.apply([ss.Microbatching(8)], model, optimizer, loss=loss)
     """
 
     name: ClassVar[str] = "microbatching"

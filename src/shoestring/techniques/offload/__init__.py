@@ -30,11 +30,18 @@ _CALL = 16
 @register
 @dataclass(frozen=True)
 class Offload(Technique):
-    """Keep the optimizer's state on the host; tensors of fewer than `smallest` elements stay.
+    """Keep the optimizer's state on the host.
 
-    For a model on a GPU the state is in pinned memory and streamed during the update. For a model
-    on the CPU it is in mapped files in `folder`, by default the folder of temporary files if it is
-    on a disk.
+    For a model on a GPU it is in pinned memory and streamed during the update, for a model on the
+    CPU in mapped files.
+
+    Args:
+        what: "state".
+        smallest: Tensors of fewer elements stay on the device.
+        folder: Of the mapped files; by default the folder of temporary files if it is on a disk.
+
+    Examples:
+        >>> step = ss.apply([ss.Offload()], model, optimizer, loss=loss)
     """
 
     name: ClassVar[str] = "offload"

@@ -34,10 +34,17 @@ _LOSSINESS = {8: 0.02, 4: 0.2}
 @register
 @dataclass(frozen=True)
 class OptimizerState(Technique):
-    """Keep the moments of SGD, Adam or AdamW in `bits` bits (8 or 4), one scale a block.
+    """Keep the moments of SGD, Adam or AdamW in 8 or 4 bits, one scale a block.
 
-    Tensors of fewer than `smallest` elements keep FP32 moments. 16-bit weights are rounded at
-    random; `seed` is the seed of the rounding.
+    16-bit weights are rounded at random.
+
+    Args:
+        bits: 8 or 4.
+        smallest: Tensors of fewer elements keep FP32 moments.
+        seed: Seed of the random rounding.
+
+    Examples:
+        >>> step = ss.apply([ss.OptimizerState(8)], model, optimizer, loss=loss)
     """
 
     name: ClassVar[str] = "optimizer_state"

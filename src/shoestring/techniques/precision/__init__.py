@@ -33,12 +33,20 @@ _TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 @register
 @dataclass(frozen=True)
 class Precision(Technique):
-    """Store weights, gradients, optimizer state and activations in `kind`; no master copy.
+    """Store weights, gradients, optimizer state and activations in 16 bits, without an FP32 copy.
 
     BatchNorm's parameters, their gradients and momentum stay in FP32, and so do its statistics.
-    `rounding` is how a new weight becomes 16 bits: "nearest" (FP16's default, the report's) or
-    "stochastic" (BF16's). The loss scale of FP16 starts at `initial_scale`, halves when a gradient
-    overflows, and doubles after `growth_interval` updates without one.
+
+    Args:
+        kind: "fp16" or "bf16"; "fp32" changes nothing.
+        rounding: How a new weight becomes 16 bits: "nearest" (FP16's default, the report's) or
+            "stochastic" (BF16's).
+        initial_scale: First loss scale of FP16; it halves when a gradient overflows.
+        growth_interval: Updates without an overflow after which the loss scale doubles.
+        seed: Seed of stochastic rounding.
+
+    Examples:
+        >>> step = ss.apply([ss.Precision("bf16")], model, optimizer, loss=loss)
     """
 
     name: ClassVar[str] = "precision"

@@ -52,11 +52,26 @@ guess. They order plans and promise nothing for another network."""
 @register
 @dataclass(frozen=True)
 class Sparsity(Technique):
-    """Keep `density` of the elements of every sparsifiable tensor; 1.0 changes nothing.
+    """Keep a fraction of the elements of every sparsifiable tensor.
 
     Values of weight, gradient and optimizer state share one index. Predicted in the report's
     compressed sparse rows, ceil(log2(columns)) bits a nonzero and row pointers; stored as a
     bitmask or as columns of 8, 16 or 32 bits, whichever is smaller.
+
+    Args:
+        density: The fraction of elements kept, in (0, 1]; 1.0 changes nothing.
+        method: How the pattern moves: "dsr" (the report's), "set" (each tensor for itself) or
+            "static".
+        tensors: Names of the parameters to make sparse; None: the report's rule.
+        seed: Seed of the first pattern and of what grows.
+        rewire_fraction: Fraction of the nonzeros that moves at a time.
+        fraction_multiplier: Factor of that fraction.
+        schedule: (last update, every so many updates), in order; after the last one never.
+        frequency_multiplier: How much more often; 0 never rewires.
+        threshold: Below it a weight is dropped; "dsr" doubles or halves it as it goes.
+
+    Examples:
+        >>> step = ss.apply([ss.Sparsity(0.3)], model, optimizer, loss=loss)
     """
 
     name: ClassVar[str] = "sparsity"
@@ -79,18 +94,13 @@ class Sparsity(Technique):
 
     density: float
     method: str = "dsr"
-    """How the pattern moves: dsr (the report's), set (each tensor for itself) or static."""
     tensors: tuple[str, ...] | None = None
-    """Names of the parameters to make sparse; None: the report's rule."""
     seed: int = 0
     rewire_fraction: float = 0.01377866
     fraction_multiplier: float = 1.0
     schedule: Schedule = REPORT_SCHEDULE
-    """(last update, every so many updates), in order; after the last one never."""
     frequency_multiplier: float = 1.0
-    """How much more often; 0 never rewires."""
     threshold: float = 0.001
-    """Below it a weight is dropped; dsr doubles or halves it as it goes."""
 
     def __post_init__(self) -> None:
         if not (isinstance(self.density, (int, float)) and math.isfinite(self.density)):

@@ -20,6 +20,10 @@ function modules() {
   const depth = (node) => 1 + Math.max(0, ...node.children.map(depth));
   const sorted = (node) => { node.children.sort((a, b) => b.bytes - a.bytes); node.children.forEach(sorted); };
   sorted(root);
+  /* Bytes of no module have the color of their role, as above; modules are two shades of one color. */
+  const tint = ({ label }, i) => label.startsWith("(")
+    ? `color-mix(in srgb, var(--${label.slice(1, -1).replaceAll(" ", "_")}) 45%, var(--panel))`
+    : `color-mix(in srgb, var(--accent) ${i % 2 ? 14 : 26}%, var(--panel))`;
   const high = 30;
   let top = root, shown = new Map();
   const say = (node) => {
@@ -40,10 +44,10 @@ function modules() {
     for (let node = top; node; node = node.parent) above.unshift(node);
     const width = Math.max(280, box.clientWidth || 640), rows = above.length - 1 + depth(top);
     const svg = shape("svg", { viewBox: `0 0 ${width} ${rows * high}`, role: "tree", "aria-label": "modules by bytes at the peak" }, box);
-    const add = (node, x, wide, row, colour) => {
+    const add = (node, x, wide, row, color) => {
       const g = shape("g", { role: "treeitem", tabindex: node === top ? "0" : "-1", class: "module", "data-module": node.name,
         "aria-level": row + 1, "aria-label": `${node.name || node.label}, ${size(node.bytes)}` }, svg);
-      shape("rect", { x: x + 0.5, y: row * high + 0.5, width: Math.max(wide - 1, 0.5), height: high - 2, rx: 3, style: `fill:${colour}` }, g);
+      shape("rect", { x: x + 0.5, y: row * high + 0.5, width: Math.max(wide - 1, 0.5), height: high - 2, rx: 3, style: `fill:${color}` }, g);
       const letters = Math.floor((wide - 10) / 7.2), text = `${node.label} ${size(node.bytes)}`;
       const fits = text.length <= letters ? text : node.label.length <= letters ? node.label : letters > 3 ? `${node.label.slice(0, letters - 1)}…` : "";
       if (fits) shape("text", { x: x + 6, y: row * high + 19 }, g, fits);
@@ -66,12 +70,12 @@ function modules() {
       shown.set(node, g);
     };
     above.slice(0, -1).forEach((node, row) => add(node, 0, width, row, "var(--line)"));
-    const fill = (node, x, wide, row, colour) => {
-      add(node, x, wide, row, colour);
+    const fill = (node, x, wide, row, color) => {
+      add(node, x, wide, row, color);
       let from = x;
       node.children.forEach((child, i) => {
         const part = wide * child.bytes / node.bytes;
-        const own = node === top ? `color-mix(in srgb, ${colours[i % colours.length]} 38%, var(--panel))` : colour;
+        const own = node === top ? tint(child, i) : color;
         if (part >= 1.5) fill(child, from, part, row + 1, own);
         from += part;
       });

@@ -27,8 +27,8 @@ function pareto() {
   const controls = byId("filters"), said = byId("pareto-said"), picked = {};
   const series = [...new Set(every.map((row) => row.series))];
   if (series.length > 1) series.forEach((name, i) => {
-    const item = element("span", {}, byId("pareto-series")), { d, colour } = looks(i);
-    shape("path", { d, style: `fill:${colour}` }, shape("svg", { class: "swatch", viewBox: "-7 -7 14 14", "aria-hidden": "true" }, item));
+    const item = element("span", {}, byId("pareto-series")), { d, color } = looks(i);
+    shape("path", { d, style: `fill:${color}` }, shape("svg", { class: "swatch", viewBox: "-7 -7 14 14", "aria-hidden": "true" }, item));
     item.append(name);
   });
   for (const name of data.varied) {
@@ -47,9 +47,9 @@ function pareto() {
       xLabel: "memory, counted (MB)", yLabel: data.score_label, label: "memory and score of every setting; arrow keys walk through them" });
     front = shape("path", { class: "front" }, frame.svg);
     const point = (row, kind, memory, score, paint, more = {}) => {
-      const { d, colour } = looks(series.indexOf(row.series));
+      const { d, color } = looks(series.indexOf(row.series));
       return shape("path", { class: kind, d, transform: `translate(${frame.atX(memory / 1e6)} ${frame.atY(score)})`,
-        style: `${paint}:${colour}`, "data-row": row.index, ...more }, frame.svg);
+        style: `${paint}:${color}`, "data-row": row.index, ...more }, frame.svg);
     };
     const points = [];
     for (const row of told) point(row, "point target", row.target.memory ?? row.memory, row.target.score, "stroke");
@@ -212,12 +212,12 @@ function curves() {
     const frame = plot(box, { x: [0, Math.max(...lines.flatMap(([, xs]) => xs)) * 1.02], y: range(lines.flatMap(([, , ys]) => ys)),
       whole: true, xLabel: "epoch", yLabel: words(metric.value), height: 280, label: "curves of the runs of the chosen setting" });
     lines.forEach(([name, xs, ys], i) => {
-      const colour = colours[i % colours.length];
+      const color = colors[i % colors.length];
       const d = xs.map((x, j) => `${j ? "L" : "M"}${frame.atX(x).toFixed(1)} ${frame.atY(ys[j]).toFixed(1)}`).join("");
-      shape("path", { class: "curve", d, style: `stroke:${colour}`, "data-run": name }, frame.svg);
-      if (xs.length === 1) shape("circle", { cx: frame.atX(xs[0]), cy: frame.atY(ys[0]), r: 4, style: `fill:${colour}` }, frame.svg);
+      shape("path", { class: "curve", d, style: `stroke:${color}`, "data-run": name }, frame.svg);
+      if (xs.length === 1) shape("circle", { cx: frame.atX(xs[0]), cy: frame.atY(ys[0]), r: 4, style: `fill:${color}` }, frame.svg);
       const item = element("span", {}, legend);
-      element("span", { class: "swatch", style: `background:${colour}` }, item);
+      element("span", { class: "swatch", style: `background:${color}` }, item);
       element("a", { href: `#run-${name}` }, item, data.curves[name].label);
       item.append(` ${ys[ys.length - 1]}`);
     });
@@ -238,7 +238,7 @@ function agreement() {
     const frame = plot(box, { x: ends, y: ends, xLabel: "predicted (MB)", yLabel: "measured (MB)", label: "predicted and measured peak of every setting" });
     shape("line", { class: "diagonal", x1: frame.atX(ends[0]), y1: frame.atY(ends[0]), x2: frame.atX(ends[1]), y2: frame.atY(ends[1]) }, frame.svg);
     const points = rows.map((row) => ({ row, node: shape("circle", { class: "point", r: 5, cx: frame.atX(row.predicted / 1e6), cy: frame.atY(row.measured / 1e6),
-      style: `fill:${colours[0]}`, "aria-label": `${rowName(row)}: predicted ${size(row.predicted)}, measured ${size(row.measured)}` }, frame.svg) }));
+      style: `fill:${colors[0]}`, "aria-label": `${rowName(row)}: predicted ${size(row.predicted)}, measured ${size(row.measured)}` }, frame.svg) }));
     walkable(points, ({ row }) => {
       said.textContent = `${rowName(row)}: predicted ${size(row.predicted)}, measured ${size(row.measured)} (${(100 * (row.measured / row.predicted - 1)).toFixed(2)}%)`;
     }, ({ row }) => choose(row.index));

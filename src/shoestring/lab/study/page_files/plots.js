@@ -1,12 +1,12 @@
 "use strict";
 const data = JSON.parse(document.getElementById("data").textContent);
-const colours = ["model", "gradient", "forward_activation", "optimizer_state", "transient",
+const colors = ["model", "gradient", "forward_activation", "optimizer_state", "transient",
   "backward_activation", "workspace", "input"].map((name) => `var(--${name})`);
 
-/* What points of a series look like: seven outlines and eight colours, so that 56 differ. */
+/* What points of a series look like: seven outlines and eight colors, so that 56 differ. */
 const outlines = ["M-5.5 0a5.5 5.5 0 1 0 11 0a5.5 5.5 0 1 0-11 0Z", "M-5-5H5V5H-5Z", "M0-7L7 0L0 7L-7 0Z", "M0-6.5L6.5 5H-6.5Z",
   "M0 6.5L6.5-5H-6.5Z", "M-2-6H2V-2H6V2H2V6H-2V2H-6V-2H-2Z", "M-6.5 0L5-6.5V6.5Z"];
-const looks = (i) => ({ d: outlines[i % outlines.length], colour: colours[i % colours.length] });
+const looks = (i) => ({ d: outlines[i % outlines.length], color: colors[i % colors.length] });
 
 const byId = (id) => document.getElementById(id);
 

@@ -45,7 +45,7 @@ class Rectified(Bottleneck):
 
 
 class Written(nn.Module):
-    """A normalisation, an activation and a gate out of elementary functions."""
+    """A normalization, an activation and a gate out of elementary functions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ def test_gradients_are_those_of_plain_training(block: type[nn.Module], schedule:
 
 
 @pytest.mark.parametrize("strategy", ["residual-1*", "residual-2*"])
-def test_what_is_made_again_does_not_hang_on_addresses(strategy: str) -> None:
+def test_what_is_recomputed_does_not_hang_on_addresses(strategy: str) -> None:
     """A region that runs again frees less than the first pass did, so storages lie elsewhere."""
     layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
     for seed in range(6):
@@ -204,7 +204,7 @@ def test_types_that_autocast_chose_are_chosen_again(block: type[nn.Module], sche
 
 
 @pytest.mark.parametrize("block", [Bottleneck, Rectified])
-def test_the_output_of_a_block_is_not_made_again(block: type[nn.Module]) -> None:
+def test_the_output_of_a_block_is_not_recomputed(block: type[nn.Module]) -> None:
     """The next block keeps it; of two ReLUs in a block one is made again."""
     _, calls = run("cheap*3", *model_of(block))
     again = calls.backward["aten.relu"] + calls.backward["aten.relu_"]
@@ -363,7 +363,7 @@ def test_counted_lean_blocks_hold_less_than_cheap_ones() -> None:
 @pytest.mark.filterwarnings("ignore::shoestring.errors.NoEffectWarning")
 @pytest.mark.parametrize("schedule", ["no-bn", "cheap*3", "[keep]*3", "[cheap*3]"])
 def test_running_statistics_move_once(schedule: str) -> None:
-    class Normalised(nn.Module):
+    class Normalized(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.conv = nn.Conv2d(32, 32, 1)
@@ -372,7 +372,7 @@ def test_running_statistics_move_once(schedule: str) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x + F.relu(cast(Tensor, self.norm(self.conv(x))))
 
-    model, batch = model_of(Normalised)
+    model, batch = model_of(Normalized)
     ours = copy.deepcopy(model)
     loss(model, batch).backward()
     optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
