@@ -30,12 +30,6 @@ from .configurations import Configured, loss_of
 
 NOTHING = 0.01
 """Of the peak: less than this is called nothing."""
-_FLAGS: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("recompute every block (gradient checkpointing)", {"checkpoint": "residual-1"}),
-    ("8-bit optimizer state", {"state_bits": 8}),
-    ("head and loss in chunks", {"loss_columns": 0}),
-    ("update in the backward pass", {"release": True}),
-)
 _PLACES = (
     ("optimizer state on the host", (Role.OPTIMIZER_STATE,)),
     ("kept activations on the host", (Role.FORWARD_ACTIVATION,)),
@@ -189,10 +183,11 @@ def _by_flags(now: MemoryProfile, plan: Plan, peak_of: Any) -> Iterable[Effect]:
         if without is not None:
             saves = without.peak_bytes - now.peak_bytes
             yield Effect(technique.short(), True, without.peak_bytes, saves)
-    for words, given in _FLAGS:
-        if not given.keys() <= flags().keys():
+    for flag in flags().values():
+        if flag.explained is None:
             continue
-        (added,) = from_flags(given).techniques
+        words, value = flag.explained
+        (added,) = from_flags({flag.name: value}).techniques
         if added.name not in names and (found := peak_of(plan.but(added))) is not None:
             saves = now.peak_bytes - found.peak_bytes
             yield Effect(words, False, found.peak_bytes, saves)

@@ -150,6 +150,8 @@ class Flag:
     percent: bool = False
     part_of: str | None = None
     """The setting it is a part of: where both are equal the technique changes nothing."""
+    explained: tuple[str, Any] | None = None
+    """For `explain`, which tells what it does to a peak: in words, and the value that is tried."""
 
 
 class Technique:

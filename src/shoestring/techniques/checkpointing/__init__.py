@@ -54,6 +54,7 @@ class Checkpointing(Technique):
             str,
             "none, no-bn, every-M, residual-M, `residual-M*` or `keep*3, recompute*9`.",
             neutral="none",
+            explained=("recompute every block (gradient checkpointing)", "residual-1"),
         ),
     )
     revisable: ClassVar[bool] = True

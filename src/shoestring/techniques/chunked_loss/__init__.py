@@ -41,8 +41,11 @@ class ChunkedLoss(Technique):
     same_state: ClassVar[bool] = True
     order: ClassVar[int] = 25
     flags: ClassVar[tuple[Flag, ...]] = (
-        Flag("loss_columns", "columns", int, "Classes whose logits exist at a time; 0: a default."),
-    )
+        Flag(
+            "loss_columns", "columns", int, "Classes whose logits exist at a time; 0: a default.",
+            explained=("head and loss in chunks", 0),
+        ),
+    )  # fmt: skip
     changes_update: ClassVar[bool] = False
     changes_passes: ClassVar[bool] = True
     proof: ClassVar[Any] = "alone"

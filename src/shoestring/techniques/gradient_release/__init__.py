@@ -44,8 +44,11 @@ class GradientRelease(Technique):
     same_state: ClassVar[bool] = True
     order: ClassVar[int] = 45
     flags: ClassVar[tuple[Flag, ...]] = (
-        Flag("release", "wanted", bool, "Update each parameter in the backward pass.", False),
-    )
+        Flag(
+            "release", "wanted", bool, "Update each parameter in the backward pass.", False,
+            explained=("update in the backward pass", True),
+        ),
+    )  # fmt: skip
     revisable: ClassVar[bool] = True
     updates_in_backward: ClassVar[bool] = True
 

@@ -50,8 +50,11 @@ class OptimizerState(Technique):
     name: ClassVar[str] = "optimizer_state"
     order: ClassVar[int] = 22
     flags: ClassVar[tuple[Flag, ...]] = (
-        Flag("state_bits", "bits", int, "Bits of each moment: 8 or 4.", label="state bits"),
-    )
+        Flag(
+            "state_bits", "bits", int, "Bits of each moment: 8 or 4.", label="state bits",
+            explained=("8-bit optimizer state", 8),
+        ),
+    )  # fmt: skip
     updates_apart: ClassVar[bool] = True
     updates_on_device: ClassVar[bool] = True
     leaves_passes: ClassVar[bool] = True
