@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from ..errors import InputError
-from .batches import map_tensors, tensors_of
+from .batches import check_layouts, map_tensors, tensors_of
 
 
 def examples_of(batch: Any) -> int | None:
     """The number of examples: the first dimension of every tensor; None where there is none."""
-    sizes = {tensor.shape[0] for tensor in tensors_of(batch) if tensor.dim() > 0}
+    tensors = tensors_of(batch)
+    check_layouts(tensors)
+    sizes = {tensor.shape[0] for tensor in tensors if tensor.dim() > 0}
     if not sizes:
         return None
     if len(sizes) > 1:
