@@ -111,5 +111,5 @@ def test_what_is_not_dense_is_not_cut(odd: Tensor, request: pytest.FixtureReques
     model = torch.nn.Linear(2, 1)
     step = apply([Microbatching(2)], model, torch.optim.SGD(model.parameters(), lr=0.1),
                  loss=lambda m, b: m(b[0]).mean())  # fmt: skip
-    with pytest.raises(ss.InputError, match=f"has a {request.node.callspec.id} tensor"):
+    with pytest.raises(ss.InputError, match=f"torch.{request.node.callspec.id} tensors"):
         step((X, odd))

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import shoestring as ss
 from shoestring.errors import InputError, TraceError
 from shoestring.step.trace_step import trace_plan
 from shoestring.techniques.plan import Plan
@@ -130,3 +131,29 @@ def test_model_that_cannot_be_copied() -> None:
 def test_sparse_batch() -> None:
     with pytest.raises(InputError, match=r"no accounting for torch\.sparse_coo tensors"):
         trace_model(nn.Linear(4, 2), torch.eye(4).to_sparse(), loss=mean_square)
+
+
+def test_nested_rows_are_one_line_everywhere() -> None:
+    model, rows = nn.Linear(4, 2), [torch.randn(2, 4), torch.randn(3, 4)]
+    batch = torch.nested.nested_tensor(rows, layout=torch.jagged)
+    given: dict[str, Any] = {
+        "loss": lambda m, b: m(b.values()).square().mean(),
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+    }
+    for call in (
+        lambda: ss.profile(model, batch, **given),
+        lambda: ss.measure(model, batch, **given),
+        lambda: ss.plan(model, batch, budget="1 MB", **given),
+        lambda: ss.verify([ss.Microbatching(1)], model, [batch], **given),
+    ):
+        with pytest.raises(InputError, match=r"no accounting for torch\.jagged") as caught:
+            call()
+        assert "offsets" in caught.value.hint
+
+
+def test_a_copy_with_parameters_of_its_own_is_not_traced() -> None:
+    with pytest.warns(DeprecationWarning):
+        scripted = torch.jit.script(nn.Linear(4, 4))
+    model = nn.Sequential(nn.Linear(4, 4), scripted)
+    with pytest.raises(TraceError, match=r"parameters of its own: torch\.jit\.script"):
+        ss.profile(model, torch.randn(3, 4), loss=mean_square, optimizer="adamw")

@@ -6,11 +6,12 @@ import copy
 import dataclasses
 import enum
 from collections import UserDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
+from ..errors import InputError
 from ..torch_private.trees import tree_map
 
 
@@ -40,6 +41,17 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], batch: Any) ->
         return leaf
 
     return tree_map(one, batch)
+
+
+def check_layouts(tensors: Iterable[torch.Tensor]) -> None:
+    """InputError for tensors whose bytes are not counted: sparse and nested ones."""
+    for tensor in tensors:
+        if tensor.layout is not torch.strided:
+            nested = tensor.layout is torch.jagged
+            raise InputError(
+                f"no accounting for {tensor.layout} tensors",
+                hint="give their values() and offsets()" if nested else "convert them with .to_dense()",
+            )
 
 
 def is_record(value: Any) -> bool:

@@ -17,7 +17,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from ..errors import InputError, TraceError, needs_extra
 from ..torch_private.fake_tensors import FakeTensor, FakeTensorMode
-from .batches import map_tensors, tensors_of
+from .batches import check_layouts, map_tensors, tensors_of
 from .values import stand_for
 
 OptimizerLike = torch.optim.Optimizer | str | None
@@ -61,14 +61,12 @@ def mode_of(model: nn.Module) -> FakeTensorMode | None:
 def _fakes(tensors: Iterable[torch.Tensor], mode: FakeTensorMode) -> dict[int, torch.Tensor]:
     """A fake for each tensor, by its id; those that share a storage go on sharing it."""
     groups: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
-    for tensor in {id(t): t for t in tensors}.values():
+    given = {id(t): t for t in tensors}.values()
+    check_layouts(given)
+    for tensor in given:
         if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
             raise InputError(
                 "a lazy layer has no shape yet", hint="run the model on one batch before"
-            )
-        if tensor.layout is not torch.strided:
-            raise InputError(
-                f"no accounting for {tensor.layout} tensors", hint="convert them with .to_dense()"
             )
         key = (tensor.untyped_storage()._cdata, tensor.dtype)
         groups.setdefault(key, []).append(tensor)
@@ -120,6 +118,13 @@ def fake_model(model: nn.Module, mode: FakeTensorMode) -> tuple[nn.Module, dict[
             f"the model could not be copied for tracing: {error}",
             hint="make it deep-copyable, or build it inside the factory given on the command line",
         ) from error
+    fakes = {id(fake) for fake in mapping.values()}
+    if any(id(parameter) not in fakes for parameter in made.parameters()):
+        raise TraceError(
+            "a copy of the model has parameters of its own: torch.jit.script's modules copy that "
+            "way",
+            hint="measure a real step, or give the module as it was before it was scripted",
+        )
     for module in made.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.momentum is None:
             module.momentum = 0.1  # else it reads its count, which is not a number here

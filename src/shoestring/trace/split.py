@@ -4,21 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from ..errors import InputError
-from .batches import map_tensors, tensors_of
+from .batches import check_layouts, map_tensors, tensors_of
 
 
 def examples_of(batch: Any) -> int | None:
     """The number of examples: the first dimension of every tensor; None where there is none."""
     tensors = tensors_of(batch)
-    odd = next((t for t in tensors if t.layout is not torch.strided), None)
-    if odd is not None:
-        raise InputError(
-            f"the batch has a {str(odd.layout).removeprefix('torch.')} tensor, which is not cut",
-            hint="give a dense tensor, and convert it in the loss",
-        )
+    check_layouts(tensors)
     sizes = {tensor.shape[0] for tensor in tensors if tensor.dim() > 0}
     if not sizes:
         return None

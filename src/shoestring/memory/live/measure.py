@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ...errors import InputError
-from ...trace.batches import tensors_of
+from ...trace.batches import check_layouts, tensors_of
 from ...trace.fakes import (
     check_optimizer,
     make_optimizer,
@@ -76,6 +76,7 @@ def measure(
         >>> ss.measure(model, batch, loss=loss, optimizer=optimizer).peak_bytes
     """
     device = _device_of(model, batch)
+    check_layouts(tensors_of(batch))
     updates: Optimizer | None
     if optimizer is None or isinstance(optimizer, str):
         updates = make_optimizer(optimizer, model, {})
