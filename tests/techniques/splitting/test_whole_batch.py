@@ -166,3 +166,15 @@ def test_positions_are_looked_at_before_a_kernel_is_started() -> None:
             rows.gather(0, torch.full((1, 2), 9))
         with pytest.raises(IndexError, match="out of bounds for 2 rows"):
             F.embedding(torch.tensor([3]), rows[:2])
+
+
+@pytest.mark.parametrize(
+    ("change", "splits"), [(lambda g: g * 3, True), (lambda g: g.clamp(-1e-3, 1e-3), False)],
+    ids=["linear", "clamped"],
+)  # fmt: skip
+def test_hooks_on_gradients_belong_to_the_test(change: Any, splits: bool) -> None:
+    model = net()
+    model[0].weight.register_hook(change)
+    found = find_units(model, batch(), classify)
+    assert found.splits is splits, found
+    assert splits or "their gradients do not" in found.why
