@@ -61,6 +61,27 @@ def test_checkpointing_is_plain_training(name: str, strategy: str, optimizer: st
     assert str(found).endswith("verified") and "NOT" not in str(found)
 
 
+@pytest.mark.filterwarnings("ignore:microbatches. a hook")
+@pytest.mark.parametrize("kind", ["made", "added", "counted"])
+def test_hooks_on_gradients_are_on_both_sides(kind: str) -> None:
+    """In parts, hooks that are not linear give other gradients, which a certificate tells."""
+    small = SMALL["mlp"]
+    torch.manual_seed(0)
+    model, calls = small.build(), []
+    first = next(model.parameters())
+    if kind == "made":
+        first.register_hook(lambda g: g.clamp(-1e-3, 1e-3))
+    elif kind == "added":
+        first.register_post_accumulate_grad_hook(lambda p: p.grad.sign_() is None or None)
+    else:
+        first.register_hook(lambda g: calls.append(1))
+    given: dict[str, Any] = {"loss": small.loss, "optimizer": OPTIMIZERS["sgd"](model), "steps": 1}
+    found = verify([Microbatching(3, units="examples")], model, [small.batch()], **given)
+    assert all(row.ok for row in found.comparisons) is (kind == "counted") and not calls
+    whole = verify([Checkpointing("every-1")], model, [small.batch()], **given)
+    assert all(row.ok for row in whole.comparisons)
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_microbatches_without_batch_norm_round(optimizer: str) -> None:
     found = certificate("tied", [Microbatching(4)], optimizer)

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from ..trace.hooked import OURS
+
 
 def when_accumulated(parameter: torch.Tensor, method: Callable[[torch.Tensor], None]) -> Any:
     """Call a bound method with the parameter when its gradient is final; the handle.
@@ -22,4 +24,5 @@ def when_accumulated(parameter: torch.Tensor, method: Callable[[torch.Tensor], N
         if found is not None:
             found(parameter)
 
+    setattr(call, OURS, True)
     return parameter.register_post_accumulate_grad_hook(call)

@@ -15,7 +15,7 @@ are copied, too, and the copy of each parameter is updated when its gradient is 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -24,6 +24,8 @@ from torch import nn
 from .fakes import copied_optimizer
 
 _DEEPEST = 3
+
+Hook = Callable[..., Any]
 
 
 def optimizers_in_hooks(model: nn.Module) -> dict[torch.Tensor, list[torch.optim.Optimizer]]:
@@ -36,6 +38,30 @@ def optimizers_in_hooks(model: nn.Module) -> dict[torch.Tensor, list[torch.optim
         if mine:
             found[parameter] = mine
     return found
+
+
+OURS = "of_the_step"
+"""An attribute of hooks that a step puts on parameters; a copy of the model has its own."""
+
+
+def gradient_hooks(parameter: torch.Tensor) -> tuple[list[Hook], list[Hook]]:
+    """The user's: on the gradient as it is made, and when it has been added up."""
+    made = getattr(parameter, "_backward_hooks", None) or {}
+    added = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    return list(made.values()), [h for h in added.values() if not hasattr(h, OURS)]
+
+
+def copy_gradient_hooks(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Put those of parameters on their copies, but for hooks that run optimizers of their own."""
+    for parameter, copied in pairs:
+        if copied is parameter or not copied.requires_grad:
+            continue
+        made, added = gradient_hooks(parameter)
+        for hook in made:
+            copied.register_hook(hook)
+        for hook in added:
+            if next(_optimizers(hook, _DEEPEST), None) is None:
+                copied.register_post_accumulate_grad_hook(hook)
 
 
 def update_in_backward(

@@ -31,6 +31,7 @@ from ..torch_private.fake_tensors import FakeTensor
 from ..torch_private.trees import tensor_leaves
 from .attributes import held_by, put_back
 from .fakes import same_random_streams
+from .hooked import gradient_hooks
 from .reached import Reached
 
 _RUNNING = ("running_mean", "running_var")
@@ -242,12 +243,15 @@ def _writes(func: Any) -> tuple[tuple[int, str], ...]:
 
 
 def hooks_of(model: nn.Module) -> list[Callable[..., Any]]:
-    """The functions that are called beside the forward passes of a model."""
-    return [
+    """The functions that are called beside the forward and backward passes of a model."""
+    of_modules = [
         hook
         for module in model.modules()
         for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
         for hook in getattr(module, name, {}).values()
+    ]
+    return of_modules + [
+        h for p in model.parameters() for hooks in gradient_hooks(p) for h in hooks
     ]
 
 

@@ -22,6 +22,7 @@ from ..techniques.splitting.draws import Draw, Drawn, Slices
 from ..techniques.splitting.units import weights
 from ..trace.batches import map_tensors, tensors_of
 from ..trace.fakes import make_optimizer
+from ..trace.hooked import copy_gradient_hooks
 from ..trace.split import cut, examples_of
 from ..trace.streams import stream_states
 from ..trace.tracing import Loss, other_model, user_code
@@ -92,6 +93,7 @@ class Side:
                 "a copy of the model does not train: torch.jit.script's modules copy that way",
                 hint="verify the module as it was before it was scripted",
             )
+        copy_gradient_hooks((old, mapping[id(old)]) for old in model.parameters())
         made = make_optimizer(optimizer, self.model, mapping)
         assert made is not None
         self.optimizer = made

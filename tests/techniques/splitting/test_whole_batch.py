@@ -195,3 +195,15 @@ def test_a_state_in_an_attribute_is_of_the_whole_batch(nested: bool) -> None:
     assert find_units(Carrying(reads=False, nested=nested), given, loss).splits
     found = find_units(Carrying(reads=True, nested=nested), given, loss)
     assert found.splits is False and "left in kept" in found.why
+
+
+@pytest.mark.parametrize(
+    ("change", "splits"), [(lambda g: g * 3, True), (lambda g: g.clamp(-1e-3, 1e-3), False)],
+    ids=["linear", "clamped"],
+)  # fmt: skip
+def test_hooks_on_gradients_belong_to_the_test(change: Any, splits: bool) -> None:
+    model = net()
+    model[0].weight.register_hook(change)
+    found = find_units(model, batch(), classify)
+    assert found.splits is splits, found
+    assert splits or "their gradients do not" in found.why

@@ -10,10 +10,11 @@ from typing import Any, ClassVar, Self
 
 import torch
 
-from ...errors import InputError, NoEffectWarning
+from ...errors import InputError, NoEffectWarning, UnprovenWarning
 from ...trace.batches import tensors_of
 from ...trace.fakes import is_fake, readable
 from ...trace.graph import Trace
+from ...trace.hooked import gradient_hooks
 from ...trace.split import cut, examples_of
 from ..base import Flag, LossUnits, Setup, Technique
 from ..claims import MOVED, VALUES, Circumstances, Claim, Level
@@ -302,7 +303,7 @@ class _Split:
     def __init__(self, technique: Microbatching, setup: Setup) -> None:
         self._technique, self._units, self._before = technique, technique.units, setup.split
         self._setup = weakref.ref(setup)  # gradient hooks hold this, and are held by the model
-        self._told = False
+        self._told = self._looked = False
 
     def __call__(self, batch: Any) -> Any:
         for whole, share in self._before(batch):
@@ -319,9 +320,24 @@ class _Split:
                 self._units = tested_units(setup, whole)
             starts = range(0, examples, size)
             parts = [cut(whole, start, min(start + size, examples)) for start in starts]
+            self._tell_of_hooks(len(parts))
             for part, weight in zip(parts, weights(self._units, parts), strict=True):
                 if not _is_zero(weight):  # no unit: its mean is 0/0
                     yield part, weight if share is None else weight * share
+
+    def _tell_of_hooks(self, parts: int) -> None:
+        setup = self._setup()
+        assert setup is not None
+        named = setup.model.named_parameters() if not self._looked else ()
+        for name in [n for n, p in named if gradient_hooks(p)[1]][:1]:
+            warnings.warn(
+                f"microbatches: a hook on the gradient of {name} is called for each of {parts} "
+                "parts, with the sum so far; to change the whole gradient, use "
+                "optimizer.register_step_pre_hook",
+                UnprovenWarning,
+                stacklevel=3,
+            )
+        self._looked = True
 
     def _say_whole(self, batch: Any) -> None:
         if not self._told:

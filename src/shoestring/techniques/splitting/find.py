@@ -26,6 +26,7 @@ from ...trace.attributes import assigned
 from ...trace.batches import map_tensors, tensors_of
 from ...trace.blocks import is_normalization
 from ...trace.fakes import is_fake
+from ...trace.hooked import copy_gradient_hooks
 from ...trace.split import cut, examples_of
 from ...trace.streams import kept_streams, rewound_streams
 from ...trace.tracing import Loss
@@ -464,6 +465,8 @@ class _Trial:
         else:
             memo = {id(p): p for p in self._model.parameters()}
             made = copy.deepcopy(self._model, memo)
+        held = ((p, memo.get(id(p), p)) for p in self._model.parameters())
+        copy_gradient_hooks(held)
         for module in made.modules():
             if is_normalization(module):
                 module.eval()
