@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import shoestring as ss
 from shoestring.planning.cost import NOMINAL
 from shoestring.planning.planner import Planner
+from shoestring.techniques import offload
 from tiers import slow_but
 
 BATCH = torch.randn(4, 192)
@@ -41,7 +42,7 @@ def test_updates_of_whole_tensors_in_16_bits_hold(name: str) -> None:
     step(BATCH)
     assert step.measured is not None
     assert step.measured.peak_bytes <= plan.budget_bytes
-    assert step.measured.peak_bytes == pytest.approx(plan.predicted.peak_bytes, rel=0.05)
+    assert step.measured.peak_bytes == pytest.approx(plan.predicted.peak_bytes, rel=0.07)
 
 
 def test_a_model_that_cannot_train_in_16_bits_is_planned_without() -> None:
@@ -80,3 +81,46 @@ def test_sparse_weights_have_gradients_and_state() -> None:
     assert dense.gradient_bytes == 6 * 192 * 192 * 4
     assert sparse.gradient_bytes == pytest.approx(dense.gradient_bytes / 2, rel=0.01)
     assert sparse.state_bytes == pytest.approx(dense.state_bytes / 2, rel=0.01)
+
+
+class Deep(nn.Module):
+    """A large embedding, which may be the head, too, around blocks that keep as much."""
+
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16_000, 256)
+        self.blocks = nn.ModuleList(nn.Linear(256, 256) for _ in range(8))
+        self.head = nn.Linear(256, 16_000, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = x + block(x).sin().cos()
+        return self.head(x[:8]).square().mean()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_what_stays_through_the_passes_where_they_update_is_estimated(
+    tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Buffers of state on the host; the head's gradient, which meets all activations, and waits
+    for the embedding's where they are one."""
+    monkeypatch.setattr(offload.update, "_CHUNK_BYTES", 10_000)
+    tokens = torch.zeros(4000, dtype=torch.int64)
+    found = Planner(
+        Deep(tied=tied), tokens, loss=lambda model, batch: model(batch), optimizer="adamw",
+        device="cuda", costs=NOMINAL["cuda"], budget_of="allocated",
+    )  # fmt: skip
+    wanted = {"fused_update", "gradient_release", "offload"}
+    [setting] = [
+        s for s in found._settings(found.allowed)
+        if {t.name for t in s.techniques} == wanted and offload.Offload() in s.techniques
+    ]  # fmt: skip
+    candidate = found.estimates.best(setting, 10**9)
+    assert candidate is not None
+    predicted = found.estimates.predict(candidate)
+    assert predicted is not None
+    assert candidate.peak_bytes == pytest.approx(predicted.peak_bytes, rel=0.07)
+    assert found.estimates.least_bytes(setting) <= predicted.peak_bytes

@@ -10,16 +10,19 @@ from torch import nn
 
 from shoestring.errors import BudgetError, InputError
 from shoestring.lab.models import builtin
+from shoestring.memory.prediction import Prediction
+from shoestring.memory.work import Work
 from shoestring.planning.allow import Allowed
 from shoestring.planning.cost import NOMINAL
 from shoestring.planning.planner import Planner
 from shoestring.planning.result import FrontPoint
-from shoestring.planning.search import pareto
+from shoestring.planning.search import Candidate, pareto, search
 from shoestring.planning.settings import Setting
 from shoestring.step.profiling import profile
-from shoestring.techniques import Checkpointing, Precision, Sparsity
-from shoestring.techniques.claims import LOSSLESS, LOSSY, NEAR_LOSSLESS, Level
+from shoestring.techniques import Checkpointing, Offload, OptimizerState, Precision, Sparsity
+from shoestring.techniques.claims import LOSSLESS, LOSSY, NEAR_LOSSLESS, Circumstances, Level
 from shoestring.techniques.microbatching import lossiness as microbatch_loss
+from shoestring.techniques.offers import Offer
 from shoestring.techniques.plan import Plan
 from shoestring.techniques.sparsity import lossiness as density_loss
 
@@ -41,6 +44,63 @@ BUDGETS = ("404.8", "200", "100", "42.6", "20", "12.2", "10")
 )
 def test_allow(allow: object, expected: Allowed) -> None:
     assert Allowed.of(allow) == expected  # type: ignore[arg-type]
+
+
+def test_near_is_more_than_a_way_out_only_where_it_is_asked_for() -> None:
+    for allow in ("near", "near,sparsity"):
+        assert Allowed.of(allow).near_to_be_faster
+    for otherwise in (None, "sparsity", "near,lossless"):
+        assert not Allowed.of(otherwise).near_to_be_faster
+
+
+class _Known:
+    """Estimates that are right: seconds by kind, and all of it fits."""
+
+    def __init__(self, seconds: dict[str, float]) -> None:
+        self._seconds = seconds
+        self.predicted: list[str] = []
+
+    def least_seconds(self, setting: Setting) -> float:
+        return self._seconds[setting.plan().short()]
+
+    def least_bytes(self, setting: Setting) -> int:
+        return 1
+
+    def best(self, setting: Setting, room_bytes: int) -> Candidate:
+        return Candidate(setting, None, 1, self.least_seconds(setting), Work(1))
+
+    def idle(self, candidate: Candidate) -> bool:
+        return False
+
+    def predict(self, candidate: Candidate) -> Prediction:
+        self.predicted.append(candidate.plan.short())
+        return Prediction(1, "device", "cuda", candidate.seconds, 1, "nominal")
+
+
+@pytest.mark.parametrize(
+    "lossless, near, lossy, slow, chosen",
+    [
+        (2.0, 1.0, 0.1, 1.2, "8-bit state"),  # never a lossy one to be faster
+        (2.0, 1.8, 0.1, 1.2, "state on the host"),  # hardly faster
+        (1.1, 0.2, 0.1, 1.2, "state on the host"),  # about as fast as plain training
+        (2.0, 1.0, 0.1, float("inf"), "state on the host"),  # near was not asked for
+    ],
+)
+def test_a_lossless_plan_that_is_far_slower_gives_way(
+    lossless: float, near: float, lossy: float, slow: float, chosen: str
+) -> None:
+    at = Circumstances("cuda", batch_norm=False)
+    some = [
+        Setting((Offer(Offload(), ""),)),
+        Setting((Offer(OptimizerState(8), "", lossiness=0.02),)),
+        Setting((Offer(OptimizerState(4), "", lossiness=0.2),)),
+    ]
+    times = dict(zip((s.plan().short() for s in some), (lossless, near, lossy), strict=True))
+    known = _Known(times)
+    found = search(known, some, 10, at, slow)  # type: ignore[arg-type]
+    assert found is not None and found.candidate.plan.short() == chosen
+    assert (found.instead_of is not None) == (chosen == "8-bit state")
+    assert "4-bit state" not in known.predicted
 
 
 LEVELS = st.sampled_from([Level.EQUAL, Level.ROUNDING, Level.NEAR])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..errors import InputError, did_you_mean
 from ..techniques import registered
@@ -20,6 +20,8 @@ class Allowed:
     level: Level = Level.NEAR
     names: frozenset[str] = frozenset()
     """Techniques that may do whatever they claim."""
+    near_to_be_faster: bool = field(default=False, compare=False)
+    """Near is asked for, and so not only a way out where nothing lossless fits."""
 
     @classmethod
     def of(cls, allow: str | Iterable[str] | None) -> Allowed:
@@ -37,7 +39,7 @@ class Allowed:
             )
         levels = [_LEVELS[name] for name in names if name in _LEVELS]
         level = min(levels, default=Level.NEAR if names else Level.ROUNDING)
-        return cls(level, frozenset(names & known))
+        return cls(level, frozenset(names & known), level is Level.NEAR and "near" in names)
 
     def __str__(self) -> str:
         """The names to ask for it."""

@@ -33,6 +33,10 @@ from .settings import Setting
 
 _PLAIN = Plan()
 
+_BOTH_WAYS = 0.7
+"""Of the link's rate each way, what is left while state goes both ways: so plans took that moved 16
+and 32 GB an update (`benchmarks/results/card_h200_strangers.jsonl`, run b)."""
+
 
 class DeviceEstimates:
     """Candidates for one training step on one kind of device."""
@@ -97,7 +101,11 @@ class DeviceEstimates:
             folds = technique.folds_parts(self.context.optimizer)
             if technique.updates_in_backward and not folds:  # gradients wait for the last part
                 others = self._update(tuple(t for t in techniques if t is not technique))
-                now = replace(now, gradient_bytes=others.gradient_bytes)
+                now = replace(
+                    now,
+                    gradient_bytes=others.gradient_bytes,
+                    early_bytes=others.early_bytes,
+                )
         return now
 
     def _update(self, techniques: tuple[Technique, ...]) -> Update:
@@ -147,14 +155,22 @@ class DeviceEstimates:
         """There all the time."""
         whole, now = self._update(()), self.update(setting)
         fixed = self._passes(setting).fixed_bytes
-        return fixed - whole.model_bytes + now.model_bytes + now.state_bytes
+        inside = any(t.updates_in_backward for t in setting.techniques)
+        lasting = now.lasting_bytes if inside else 0
+        return fixed - whole.model_bytes + now.model_bytes + now.state_bytes + lasting
 
     def floor_bytes(self, setting: Setting) -> int:
         """At the peak of the update, through which libraries keep their workspaces."""
         now = self.update(setting)
-        return self._resident_bytes(setting) + now.gradient_bytes + now.passing_bytes
+        return self._resident_bytes(setting) + now.gradient_bytes + self._passing_bytes(setting)
 
-    def _conditions(self, setting: Setting) -> Conditions:
+    def _passing_bytes(self, setting: Setting) -> int:
+        """Of the update, on top of what is resident and the gradients."""
+        now, inside = self.update(setting), any(t.updates_in_backward for t in setting.techniques)
+        return now.passing_bytes + (0 if inside else now.lasting_bytes)
+
+    def _conditions(self, setting: Setting, *, least: bool = False) -> Conditions:
+        """`least`: no gradient need be there at the peak of the passes."""
         whole, now = self._update(()), self.update(setting)
         number_type = setting.scales.number_type
         floor = self.floor_bytes(setting)
@@ -164,7 +180,7 @@ class DeviceEstimates:
             scales=setting.scales,
             gradients=now.gradient_bytes / max(whole.gradient_bytes, 1),
             gradient_bytes=now.gradient_bytes,
-            resident_bytes=self._resident_bytes(setting),
+            resident_bytes=self._resident_bytes(setting) + (0 if least else now.early_bytes),
             floor_bytes=floor,
             cost=lambda work: self._costs.seconds(work, number_type),
         )
@@ -201,6 +217,8 @@ class DeviceEstimates:
         if self._by_norm and inside and by.parts == 1:  # once for the norm to clip by
             step *= 2
         link = now.link_bytes / self._costs.link_bytes_per_second
+        if self.context.device != "cpu":
+            link /= _BOTH_WAYS
         saved = passes.link / self._costs.link_bytes_per_second  # each way
         if self.context.device == "cpu":  # a disk is read and written by who computes
             return step, update, link + 2 * saved, 0.0
@@ -235,7 +253,7 @@ class DeviceEstimates:
 
     def least_bytes(self, setting: Setting) -> int:
         """Bytes that no schedule changes, and those of the largest block."""
-        at, scheduler = self._conditions(setting), self._passes(setting).scheduler
+        at, scheduler = self._conditions(setting, least=True), self._passes(setting).scheduler
         floor = self.floor_bytes(setting)  # that of `at` may be left out, where it fits
         return floor if scheduler is None else max(floor, scheduler.least_bytes(at))
 
@@ -372,7 +390,7 @@ class DeviceEstimates:
         taken, graph, captured = 0, 0, self._capturable(setting)
         if self._of_card:
             card = reserved(
-                trace, self._state_sizes(setting, trace), self.update(setting).passing_bytes,
+                trace, self._state_sizes(setting, trace), self._passing_bytes(setting),
                 state_first=any(t.state_first for t in setting.techniques),
                 rest=self._rest(setting), limit_bytes=self.room_bytes, capturable=captured,
             )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -45,7 +46,7 @@ from .prices import prices as find_prices
 from .ranks import SharedStep, plan_for_ranks
 from .reasons import choices
 from .result import BudgetPlan, FrontPoint
-from .search import Candidate, Found, budget_error, pareto, search, smallest
+from .search import FASTER, Candidate, Found, budget_error, pareto, search, smallest
 from .settings import Setting, settings
 from .trial import plan_on_device, trials_for
 
@@ -278,7 +279,9 @@ class Planner:
             kept = self._kept(some[0])
             if kept is not None and kept.predicted.needed_bytes <= limit:
                 return self._result(kept, budget_bytes)
-        found = search(self.estimates, some, limit, self.context.circumstances)
+        assert plain.seconds is not None
+        slow = plain.seconds / FASTER if self.allowed.near_to_be_faster else math.inf
+        found = search(self.estimates, some, limit, self.context.circumstances, slow)
         if found is None:
             found = smallest(self.estimates, some)
             if found is None or found.predicted.needed_bytes > limit:
@@ -375,6 +378,7 @@ class Planner:
                 self.context.circumstances,
                 self._settings(Allowed()),
                 self.margin.limit(budget_bytes),
+                None if found.instead_of is None else found.instead_of.seconds,
             ),
             front=pareto([self._exact(found), *points]),
             rates=self._rates,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ..techniques.claims import LOSSLESS, Circumstances
 from ..techniques.plan import Plan
-from ..units import format_size
+from ..units import format_seconds, format_size
 from .result import Choice
 from .search import Candidate, Estimates
 from .settings import Setting
@@ -18,13 +18,19 @@ def choices(
     at: Circumstances,
     milder: Sequence[Setting],
     limit_bytes: int,
+    lossless_seconds: float | None = None,
 ) -> tuple[Choice, ...]:
-    """One for each technique of the plan, in the order they are applied."""
+    """One for each technique of the plan, in the order they are applied.
+
+    `lossless_seconds` are those of a lossless plan that fits and was left for being slow.
+    """
     setting = candidate.setting
     made: dict[str, Choice] = {}
     for offer in setting.offers:
         kind, name, why = offer.level(at).kind, offer.technique.name, offer.why
-        if kind != LOSSLESS:
+        if kind != LOSSLESS and lossless_seconds is not None:
+            why = f"{why}; a lossless plan takes {format_seconds(lossless_seconds)}"
+        elif kind != LOSSLESS:
             why = f"{why}; {_needed(estimates, milder, setting, limit_bytes, at)}"
         made[name] = Choice(name, offer.shown or offer.technique.short(), kind, why)
     if candidate.scheduled is not None:

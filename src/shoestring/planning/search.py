@@ -9,8 +9,9 @@ the limit, a schedule is sought that takes so much less.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Protocol
 
@@ -18,7 +19,7 @@ from ..errors import BudgetError
 from ..memory.prediction import Prediction
 from ..memory.work import Work
 from ..techniques.base import Technique
-from ..techniques.claims import Circumstances
+from ..techniques.claims import Circumstances, Level
 from ..techniques.plan import Plan
 from ..units import format_size
 from .margin import Margin
@@ -29,6 +30,9 @@ TRIES = 6
 """Schedules of one setting that are predicted at most."""
 
 
+FASTER = 0.85
+"""Of a lossless plan's time, what a near one must do with to take its place where that is allowed;
+and of the lossless one's, how little the plain step must take."""
 _TRIES_FOR_GRAPH = 3
 _TIGHTER = 25
 """Of the limit, the part a schedule must need less if it leaves a technique nothing to do."""
@@ -108,6 +112,8 @@ class Found:
 
     candidate: Candidate
     predicted: Prediction
+    instead_of: Found | None = None
+    """A lossless one that fits and takes far longer."""
 
     @property
     def seconds(self) -> float:
@@ -117,60 +123,87 @@ class Found:
 
 
 def search(
-    estimates: Estimates, settings: Sequence[Setting], limit_bytes: int, at: Circumstances
+    estimates: Estimates,
+    settings: Sequence[Setting],
+    limit_bytes: int,
+    at: Circumstances,
+    near_seconds: float = math.inf,
 ) -> Found | None:
-    """The least lossy setting that fits, with the best schedule that was found for it."""
-    for _, alike in groupby(settings, key=lambda s: s.rank(at)):
-        queue: list[tuple[float, int, Setting, Candidate | None, Candidate | None, int, int]] = []
-        for number, setting in enumerate(alike):
-            least = estimates.least_seconds(setting)
-            heapq.heappush(queue, (least, number, setting, None, None, 0, TRIES))
-        kept: Found | None = None
-        skipped: dict[int, tuple[Candidate, int]] = {}
-        while queue:
-            least, number, setting, candidate, last, missing, tries = heapq.heappop(queue)
-            if kept is not None and least >= kept.seconds:
-                return kept
-            if candidate is None:
-                if last is None and estimates.least_bytes(setting) <= limit_bytes:
-                    candidate = estimates.best(setting, limit_bytes)
-                elif last is not None and tries:
-                    candidate = estimates.tighter(last, missing)
-                if candidate is not None:
-                    found = (candidate.seconds, number, setting, candidate, None, 0, tries)
-                    heapq.heappush(queue, found)
-                continue
-            if estimates.idle(candidate):  # as the same plan without it, which is tried, too
-                missing = limit_bytes // _TIGHTER
-                again = (candidate.seconds, number, setting, None, candidate, missing, tries - 1)
-                heapq.heappush(queue, again)
-                continue
-            predicted = estimates.predict(candidate)
-            if predicted is None:
-                continue
-            over = predicted.needed_bytes - limit_bytes
-            if over <= 0:
-                found_now = Found(candidate, predicted)
-                if number in skipped:
-                    first, less = skipped.pop(number)
-                    found_now = _between(estimates, first, less, found_now, limit_bytes)
-                    candidate = found_now.candidate
-                if found_now.seconds <= _ABOUT * candidate.seconds:
-                    return found_now
-                # Slower than estimated: it runs eagerly, a CUDA graph does not fit.
-                if kept is None or found_now.seconds < kept.seconds:
-                    kept = found_now
-                over = predicted.graph_bytes - limit_bytes
-                tries = min(tries, _TRIES_FOR_GRAPH)
-            missing = max(over, limit_bytes // 1000)
-            if kept is None:
-                first, less = skipped.get(number, (candidate, 0))
-                skipped[number] = first, less + missing
+    """The least lossy setting that fits, with the best schedule that was found for it.
+
+    A lossless one that takes more than `near_seconds` gives way to a near one that takes `FASTER`
+    of its time, or less.
+    """
+    found: Found | None = None
+    for (level, *_), alike in groupby(settings, key=lambda s: s.rank(at)):
+        if found is None:
+            found = _fastest(estimates, list(alike), limit_bytes)
+            if found is not None and (level > Level.ROUNDING or found.seconds <= near_seconds):
+                break
+        elif level > Level.ROUNDING:
+            if level > Level.NEAR:
+                break
+            near = _fastest(estimates, list(alike), limit_bytes, FASTER * found.seconds)
+            if near is not None:
+                return replace(near, instead_of=found)
+    return found
+
+
+def _fastest(
+    estimates: Estimates,
+    settings: Sequence[Setting],
+    limit_bytes: int,
+    below_seconds: float = math.inf,
+) -> Found | None:
+    """Of equally lossy ones, best first."""
+    queue: list[tuple[float, int, Setting, Candidate | None, Candidate | None, int, int]] = []
+    for number, setting in enumerate(settings):
+        least = estimates.least_seconds(setting)
+        heapq.heappush(queue, (least, number, setting, None, None, 0, TRIES))
+    kept: Found | None = None
+    skipped: dict[int, tuple[Candidate, int]] = {}
+    while queue:
+        least, number, setting, candidate, last, missing, tries = heapq.heappop(queue)
+        if least >= (below_seconds if kept is None else kept.seconds):
+            return kept
+        if candidate is None:
+            if last is None and estimates.least_bytes(setting) <= limit_bytes:
+                candidate = estimates.best(setting, limit_bytes)
+            elif last is not None and tries:
+                candidate = estimates.tighter(last, missing)
+            if candidate is not None:
+                found = (candidate.seconds, number, setting, candidate, None, 0, tries)
+                heapq.heappush(queue, found)
+            continue
+        if estimates.idle(candidate):  # as the same plan without it, which is tried, too
+            missing = limit_bytes // _TIGHTER
             again = (candidate.seconds, number, setting, None, candidate, missing, tries - 1)
             heapq.heappush(queue, again)
-        if kept is not None:
-            return kept
-    return None
+            continue
+        predicted = estimates.predict(candidate)
+        if predicted is None:
+            continue
+        over = predicted.needed_bytes - limit_bytes
+        if over <= 0:
+            found_now = Found(candidate, predicted)
+            if number in skipped:
+                first, less = skipped.pop(number)
+                found_now = _between(estimates, first, less, found_now, limit_bytes)
+                candidate = found_now.candidate
+            if found_now.seconds <= _ABOUT * candidate.seconds:
+                return found_now if found_now.seconds < below_seconds else None
+            # Slower than estimated: it runs eagerly, a CUDA graph does not fit.
+            if found_now.seconds < (below_seconds if kept is None else kept.seconds):
+                kept = found_now
+            over = predicted.graph_bytes - limit_bytes
+            tries = min(tries, _TRIES_FOR_GRAPH)
+        missing = max(over, limit_bytes // 1000)
+        if kept is None:
+            first, less = skipped.get(number, (candidate, 0))
+            skipped[number] = first, less + missing
+        again = (candidate.seconds, number, setting, None, candidate, missing, tries - 1)
+        heapq.heappush(queue, again)
+    return kept
 
 
 def _between(

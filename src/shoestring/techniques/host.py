@@ -29,7 +29,8 @@ _MOUNTS = Path("/proc/self/mounts")
 def offloaded(tensor: torch.Tensor, folder: str, *, pinned: bool) -> torch.Tensor:
     """A copy of the tensor on the host. OSError if there is no room."""
     tensor = tensor.detach()
-    return place_for(tensor, folder, pinned=pinned).copy_(tensor)
+    place = place_for(tensor, folder, pinned=pinned)
+    return place if is_fake(tensor) else place.copy_(tensor)
 
 
 def place_for(tensor: torch.Tensor, folder: str, *, pinned: bool) -> torch.Tensor:

@@ -167,8 +167,12 @@ class Update:
     gradient_bytes: int
     state_bytes: int
     passing_bytes: int
-    """Temporary bytes of the update, on top of all of the above."""
+    """Temporary bytes of the update, on top of all of the above and `lasting_bytes`."""
     work: Work
+    lasting_bytes: int = 0
+    """There from update to update: through the passes, if those call for the updates."""
+    early_bytes: int = 0
+    """Where gradients go one by one: those that are there with all activations."""
     link_bytes: int = 0
     """Bytes that are copied from the host and back."""
     host_launches: float = 0
@@ -177,7 +181,8 @@ class Update:
 
     def toward(self, other: Update, share: float) -> Update:
         """On the line to another; the work is this one's."""
-        names = ("model_bytes", "gradient_bytes", "state_bytes", "passing_bytes")
+        names = ("model_bytes", "gradient_bytes", "state_bytes", "passing_bytes",
+                 "lasting_bytes")  # fmt: skip
         return replace(
             self,
             **{n: round(getattr(self, n) * (1 - share) + getattr(other, n) * share) for n in names},

@@ -168,6 +168,41 @@ def test_hooks_of_the_step_see_all_gradients_once(way: str) -> None:
     assert equal(plain, there)
 
 
+PART = ss.Offload(smallest=1, share=0.4)
+
+
+@pytest.mark.parametrize("others", [(), (ss.GradientRelease(),)], ids=["alone", "released"])
+@pytest.mark.parametrize("bits", [None, 8])
+def test_a_part_of_the_state_leaves(
+    others: tuple[ss.Technique, ...], bits: int | None, way: str
+) -> None:
+    """No bit differs, and a snapshot is loaded to where each tensor belongs."""
+    few = () if bits is None or way == "streamed" else (ss.OptimizerState(bits, smallest=1),)
+    plain, there = trained("adamw", *others, *few), trained("adamw", *others, *few, PART)
+    assert equal(plain, there)
+    for step in (there, trained("adamw", *others, *few, PART, steps=1)):
+        step.load_state_dict(copy.deepcopy(plain.state_dict()))
+        held = [step.optimizer.state[p]["exp_avg"] for p in step.model.parameters()]
+        moved = [t.numel() for t in held if is_elsewhere(t)]
+        assert 0.4 <= sum(moved) / sum(t.numel() for t in held) < 0.6
+        step(data(9))
+    plain(data(9))
+    assert equal(plain, step)
+
+
+def test_what_leaves_is_small_beside_the_buffers_and_evenly_apart() -> None:
+    which = technique.update.which_move
+    assert which([4, 4, 4, 4], 1.0) == {0, 1, 2, 3}
+    assert which([], 0.5) == frozenset()
+    blocks = [1000, *[1, 10, 10] * 100]
+    chosen = which(blocks, 0.25)
+    assert {blocks[n] for n in chosen} == {10}
+    assert sum(blocks[n] for n in chosen) == pytest.approx(0.25 * sum(blocks), abs=10)
+    apart = [b - a for a, b in itertools.pairwise(sorted(chosen))]
+    assert max(apart) <= 6
+    assert which([1000, 10], 0.9) == {0, 1}  # nothing small is enough
+
+
 def test_snapshots_resume_to_the_bit(tmp_path: Path, way: str) -> None:
     """By the same plan and by a plain step; what was saved does not follow the training."""
     whole = trained("adamw", OFFLOAD, steps=4)
@@ -495,7 +530,8 @@ def test_a_plan_offloads_before_it_rounds_and_says_what_is_hidden() -> None:
 
 
 def test_a_plan_for_a_gpu_hides_the_link_under_the_backward_pass() -> None:
-    """Of moments of 268 MB at 50 GB/s, what the passes and the update leave."""
+    """Of moments of 268 MB, what the passes and the update leave; 35 GB/s where both ways are
+    in use at once."""
     model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(8)))
     x = torch.randn(512, 2048)
     plan = ss.plan(
@@ -503,7 +539,7 @@ def test_a_plan_for_a_gpu_hides_the_link_under_the_backward_pass() -> None:
     )
     assert {"offload", "gradient_release"} <= {t.name for t in plan.techniques}
     found = plan.predicted
-    assert found.link_seconds == pytest.approx(8 * 4 * 8 * 2048**2 / 4 / 5e10, rel=0.01)
+    assert found.link_seconds == pytest.approx(8 * 8 * 2048**2 / 3.5e10, rel=0.01)
     assert 0 < found.hidden_seconds < found.link_seconds and not found.captured
 
 

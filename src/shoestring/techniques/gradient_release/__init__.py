@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 
 from ...errors import InputError
-from ...trace.graph import Trace
+from ...trace.graph import Phase, Trace
 from ..base import Flag, Setup, Technique
 from ..claims import MOVED, Circumstances, Claim, Level
 from ..offers import Context, Offer, Update, Updates
@@ -21,6 +21,8 @@ __all__ = ["GradientRelease"]
 
 _CALL = 12
 """Kernels that start in the time of one call of an optimizer's step, on the host."""
+_LAST = 0.95
+"""Of the forward pass, where the last layers begin, whose gradients meet all activations."""
 _OPTIMIZERS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 
 
@@ -114,6 +116,7 @@ class GradientRelease(Technique):
             whole,
             gradient_bytes=int(whole.gradient_bytes * share),
             passing_bytes=passing,
+            early_bytes=_early_bytes(updates.context.trace),
             work=replace(whole.work, launches=max(whole.work.launches, alone)),
             host_launches=whole.host_launches + _CALL * alone,
         )
@@ -172,3 +175,22 @@ class GradientRelease(Technique):
         Release(setup, fold=self.fold)
         setup.updates_in_backward = setup.clips = True
         setup.gradients_gone = f"{self.name} updates each parameter in the backward pass"
+
+
+def _early_bytes(trace: Trace) -> int:
+    """Of gradients that are there with all activations: the largest of the last layers', and those
+    with a part from either end of the model, of which the first waits for the last."""
+    forward = [op for op in trace.ops if op.phase is Phase.FORWARD]
+    read: dict[int, list[int]] = {}
+    for number, op in enumerate(forward):
+        for _, spec in op.inputs:
+            read.setdefault(trace.values[spec.value].storage, []).append(number)
+    waiting, last = 0, 0
+    for p in trace.parameters:
+        if p.has_gradient and (at := read.get(p.storage)):
+            own = p.numel * p.dtype.itemsize
+            if at[-1] - at[0] > len(forward) / 2:
+                waiting += own
+            elif at[0] >= _LAST * len(forward):
+                last = max(last, own)
+    return waiting + last

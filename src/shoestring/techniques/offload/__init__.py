@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -19,10 +19,12 @@ from ..offers import Context, Offer, Update, Updates
 from ..optimizers import ELEMENTWISE
 from ..registry import register
 from .state import OffloadedState, keep_on_host
-from .update import MappedUpdate, StreamedUpdate, buffer_sizes
+from .update import MappedUpdate, StreamedUpdate, buffer_sizes, which_move
 
 __all__ = ["Offload"]
 
+_SHARES = (1 / 16, 1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 1.0)
+"""Of the state, what a planner tries to let go."""
 _CALL = 16
 """Kernels that start in the time that one tensor's way to the device and back takes the host."""
 
@@ -39,6 +41,7 @@ class Offload(Technique):
         what: "state".
         smallest: Tensors of fewer elements stay on the device.
         folder: Of the mapped files; by default the folder of temporary files if it is on a disk.
+        share: How much of the state leaves the device, that of tensors evenly apart.
 
     Examples:
         >>> step = ss.apply([ss.Offload()], model, optimizer, loss=loss)
@@ -48,6 +51,7 @@ class Offload(Technique):
     order: ClassVar[int] = 27
     flags: ClassVar[tuple[Flag, ...]] = (
         Flag("offload", "what", str, "Tensors to keep on the host: state.", label="on the host"),
+        Flag("offload_share", "share", float, "Part of them that leaves the device.", 1.0),
     )
     updates_apart: ClassVar[bool] = True
     runs_eagerly: ClassVar[bool] = True
@@ -55,6 +59,7 @@ class Offload(Technique):
     what: str = "state"
     smallest: int = 4096
     folder: str | None = None
+    share: float = 1.0
 
     def __post_init__(self) -> None:
         if self.what != "state":
@@ -64,10 +69,13 @@ class Offload(Technique):
                 f"smallest {self.smallest!r} is not a whole number from 1",
                 hint="tensors of fewer elements stay",
             )
+        if type(self.share) not in (int, float) or not 0 < self.share <= 1:
+            raise InputError(f"cannot offload a share of {self.share!r}", hint="above 0, at most 1")
 
     def short(self) -> str:
         """The name of the tensors kept on the host."""
-        return "state on the host"
+        part = "" if self.share == 1 else f"{100 * self.share:.3g}% of "
+        return f"{part}state on the host"
 
     def describe(self) -> tuple[str, str]:
         """The text for plans and tables."""
@@ -88,12 +96,14 @@ class Offload(Technique):
         if largest >= cls.smallest and _has_state(context.optimizer):
             on_disk = context.device == "cpu"
             place = "in mapped files" if on_disk else "on the host"
-            yield Offer(
-                cls(),
-                f"the optimizer's state lies {place}",
-                refuses=lambda other: other.scales_loss and not on_disk,
-                last=on_disk,
-            )
+            for share in _SHARES:
+                part = "" if share == 1 else "as much as must of "
+                yield Offer(
+                    cls(share=share),
+                    f"{part}the optimizer's state lies {place}",
+                    refuses=lambda other: other.scales_loss and not on_disk,
+                    last=on_disk,
+                )
 
     def estimate_update(self, updates: Updates) -> Update | None:
         """The same update; what is on the host passes through a few buffers."""
@@ -101,32 +111,41 @@ class Offload(Technique):
         total = sum(updates.trained.values())
         if not whole.state_bytes or not total:
             return whole
-        specs = [p for p in updates.context.trace.parameters if p.has_gradient]
-        moved = [updates.trained[p.name] for p in specs if p.numel >= self.smallest]
+        optimizer, names = updates.context.optimizer, _names(updates.context.model)
+        leaving = [names.get(id(p), "") for p in self._leaving(_held(optimizer))]
+        moved = [updates.trained[name] for name in leaving if name in updates.trained]
         each = whole.state_bytes / total
         on_host = int(each * sum(moved))
         passing = whole.passing_bytes
+        buffers: tuple[int, ...] = ()
         if updates.context.device == "cuda":
             buffers = buffer_sizes([int(each * nbytes) for nbytes in moved])
             share = max(buffers, default=0) / max(whole.state_bytes, 1)
-            passing = int(passing * min(share, 1)) + sum(buffers)
+            passing = int(passing * min(share, 1))
         return replace(
             whole,
             state_bytes=whole.state_bytes - on_host,
             passing_bytes=passing,
+            lasting_bytes=whole.lasting_bytes + sum(buffers),
             link_bytes=whole.link_bytes + on_host,
             host_launches=whole.host_launches + _CALL * len(moved),
         )
 
     def predict(self, trace: Trace) -> Trace:
         """State of large tensors takes nothing."""
+        leaving = {p.name for p in self._leaving(trace.parameters)}
         return replace(
             trace,
             parameters=tuple(
-                replace(p, state_elements=()) if p.numel >= self.smallest else p
-                for p in trace.parameters
+                replace(p, state_elements=()) if p.name in leaving else p for p in trace.parameters
             ),
         )
+
+    def _leaving(self, parameters: Sequence[Any]) -> list[Any]:
+        """Those whose state leaves the device."""
+        large = [p for p in parameters if p.requires_grad and _elements(p) >= self.smallest]
+        chosen = which_move([_elements(p) for p in large], self.share)
+        return [p for number, p in enumerate(large) if number in chosen]
 
     def check_ranks(self, setup: Setup, kind: str) -> None:
         """A part of a split tensor has no place of its own."""
@@ -149,7 +168,7 @@ class Offload(Technique):
                 f"state on the host would leave out the step of {type(setup.wrapper).__name__}",
                 hint=f"give the {name} it holds",
             )
-        parameters = [p for group in setup.optimizer.param_groups for p in group["params"]]
+        parameters = _held(setup.optimizer)
         if any(is_fake(p) for p in parameters):
             return
         folder = None if any(p.is_cuda for p in parameters) else folder_for(self.folder)
@@ -160,8 +179,9 @@ class Offload(Technique):
     def apply(self, setup: Setup) -> None:
         """Move what state there is; put the streaming around the update."""
         optimizer = setup.optimizer
-        held = [p for group in optimizer.param_groups for p in group["params"]]
-        large = any(p.numel() >= self.smallest for p in held if p.requires_grad)
+        held = _held(optimizer)
+        leaving = self._leaving(held)
+        large = bool(leaving)
         if not large or not _has_state(optimizer):
             why = "keeps no state" if large else f"holds no tensor of {self.smallest} elements"
             warnings.warn(f"{self.short()}: the optimizer {why}", NoEffectWarning, stacklevel=2)
@@ -178,7 +198,8 @@ class Offload(Technique):
             check_room(
                 self._needed(setup, plain=plain), None if streams else folder_for(self.folder)
             )
-        setup.undo.append(keep_on_host(optimizer, folder_for(self.folder), self.smallest))
+        kept = frozenset(held).difference(leaving) if self.share < 1 else frozenset()
+        setup.undo.append(keep_on_host(optimizer, folder_for(self.folder), self.smallest, kept))
         if not streams:
             setup.update = MappedUpdate(optimizer, setup.update, plain=plain)
             return
@@ -193,10 +214,9 @@ class Offload(Technique):
         if isinstance(setup.optimizer.state, OffloadedState) or not _has_state(setup.optimizer):
             return 0
         moments = 2 if isinstance(setup.optimizer, (torch.optim.Adam, torch.optim.AdamW)) else 1
-        held = (p for group in setup.optimizer.param_groups for p in group["params"])
-        large = [p for p in held if p.requires_grad and p.numel() >= self.smallest]
+        leaving = self._leaving(_held(setup.optimizer))
         each = moments if plain else 0.5 * moments
-        return int(sum(each * p.numel() * (p.element_size() if plain else 1) for p in large))
+        return int(sum(each * p.numel() * (p.element_size() if plain else 1) for p in leaving))
 
 
 class _OnHost(Meaning):
@@ -205,6 +225,18 @@ class _OnHost(Meaning):
     def state(self, parameter: torch.Tensor, key: str, held: torch.Tensor) -> torch.Tensor | None:
         """On the parameter's device."""
         return held.to(parameter.device) if held.dim() else held
+
+
+def _held(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _names(model: torch.nn.Module) -> dict[int, str]:
+    return {id(parameter): name for name, parameter in model.named_parameters()}
+
+
+def _elements(one: Any) -> int:
+    return one.numel() if isinstance(one, torch.Tensor) else one.numel
 
 
 def _has_state(optimizer: torch.optim.Optimizer) -> bool:

@@ -38,6 +38,7 @@ class OffloadedEntries(dict[str, Any]):
         self.flat: torch.Tensor | None = None
         """All that was moved, one after the other, where it is packed."""
         self._moved: list[tuple[str, torch.Tensor]] | None = None
+        self._moved_bytes: int | None = None
         self._before: Entries = {}
         """While an update runs: what was there when it began."""
         self.update(given)
@@ -46,22 +47,25 @@ class OffloadedEntries(dict[str, Any]):
         if self.open:
             super().__setitem__(key, value)
             return
-        self.flat = self._moved = None
+        self._unpack()
         super().__setitem__(key, self._store(value))
 
     def __delitem__(self, key: str) -> None:
-        self.flat = self._moved = None
+        self._unpack()
         super().__delitem__(key)
 
     def pop(self, key: str, *default: Any) -> Any:
         """As a dictionary's."""
-        self.flat = self._moved = None
+        self._unpack()
         return super().pop(key, *default)
 
     def clear(self) -> None:
         """As a dictionary's."""
-        self.flat = self._moved = None
+        self._unpack()
         super().clear()
+
+    def _unpack(self) -> None:
+        self.flat = self._moved = self._moved_bytes = None
 
     def moved(self) -> list[tuple[str, torch.Tensor]]:
         """The tensors on the host; while an update runs, those from before it."""
@@ -76,7 +80,10 @@ class OffloadedEntries(dict[str, Any]):
     @property
     def moved_bytes(self) -> int:
         """Of all that, each where a copy of it may begin."""
-        return sum(aligned(value.numel() * value.element_size()) for _, value in self.moved())
+        if self._moved_bytes is None:
+            moved = self.moved()
+            self._moved_bytes = sum(aligned(t.numel() * t.element_size()) for _, t in moved)
+        return self._moved_bytes
 
     def pack(self) -> None:
         """Put what is in pinned memory into one piece of it; OSError if there is none left."""
@@ -133,11 +140,16 @@ class OffloadedEntries(dict[str, Any]):
 
 
 class OffloadedState(defaultdict[torch.Tensor, Entries]):
-    """State of all parameters: tensors of `smallest` elements and more are moved as they come."""
+    """State of all parameters: tensors of `smallest` elements and more are moved as they come.
 
-    def __init__(self, folder: str, smallest: int) -> None:
+    That of the parameters in `kept` stays where it is.
+    """
+
+    def __init__(
+        self, folder: str, smallest: int, kept: frozenset[torch.Tensor] = frozenset()
+    ) -> None:
         super().__init__(dict)
-        self._folder, self._smallest = folder, smallest
+        self._folder, self._smallest, self.kept = folder, smallest, kept
         self._left: tuple[int, str] = 0, ""
         self.pending: Callable[[], None] | None = None
         """Waits for copies to the host that a step began."""
@@ -173,7 +185,8 @@ class OffloadedState(defaultdict[torch.Tensor, Entries]):
 
     def __setitem__(self, parameter: torch.Tensor, entries: Entries) -> None:
         if not isinstance(entries, OffloadedEntries):
-            entries = OffloadedEntries(self._store, entries)
+            store = _unmoved if parameter in self.kept else self._store
+            entries = OffloadedEntries(store, entries)
         super().__setitem__(parameter, entries)
 
     def update(self, *given: Any, **named: Any) -> None:
@@ -246,6 +259,10 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGN) * _ALIGN
 
 
+def _unmoved(value: Any) -> Any:
+    return value
+
+
 def _plain_state(items: list[tuple[torch.Tensor, Entries]]) -> defaultdict[torch.Tensor, Entries]:
     made: defaultdict[torch.Tensor, Entries] = defaultdict(dict)
     made.update((parameter, dict(entries)) for parameter, entries in items)
@@ -259,20 +276,28 @@ class _Passing:
         self.tensor = tensor
 
 
-def keep_on_host(optimizer: Optimizer, folder: str, smallest: int) -> Callable[[], None]:
+def keep_on_host(
+    optimizer: Optimizer,
+    folder: str,
+    smallest: int,
+    kept: frozenset[torch.Tensor] = frozenset(),
+) -> Callable[[], None]:
     """Move the state there is, and all that is made or loaded later. Returns the undo."""
     original = optimizer.state
-    moved = OffloadedState(folder, smallest)
+    moved = OffloadedState(folder, smallest, kept)
     moved.update(original)
     optimizer.state = moved
 
     def loading(optimizer: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
+        names = [name for group in loaded["param_groups"] for name in group["params"]]
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        here = {name for name, p in zip(names, held, strict=False) if p in kept}
         state = {
             name: {
                 key: _Passing(value) if moved.moves(value) else value
                 for key, value in entries.items()
             }
-            if isinstance(entries, dict)
+            if isinstance(entries, dict) and name not in here
             else entries
             for name, entries in loaded["state"].items()
         }
@@ -280,7 +305,7 @@ def keep_on_host(optimizer: Optimizer, folder: str, smallest: int) -> Callable[[
 
     def loaded(optimizer: Optimizer) -> None:
         """PyTorch has put a dictionary of its own there, floats in the parameter's type."""
-        found = OffloadedState(folder, smallest)
+        found = OffloadedState(folder, smallest, kept)
         for parameter, entries in optimizer.state.items():
             for key, value in entries.items():
                 if isinstance(value, _Passing):

@@ -14,9 +14,11 @@ out under the next.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -31,6 +33,8 @@ _CHUNK_BYTES = 2**26
 """Of state that moves together; a single tensor may be more."""
 _MOST = 0.75
 """Of all tensors, those whose state fits the smaller buffer."""
+_TIMES_LARGEST = 16
+"""State of which a part leaves is at least so many times that of its largest tensor, if it can."""
 
 Chunk = tuple[dict[str, Any], list[torch.Tensor]]
 """A parameter group, and some of its parameters."""
@@ -71,10 +75,17 @@ class StreamedUpdate:
 
     def __call__(self) -> None:
         """Update all parameters that have a gradient now."""
-        chunks = self._chunks()
-        if not chunks:
+        kept = _state_of(self._optimizer).kept
+        work = list(_work(self._optimizer))
+        chunks = self._chunks([one for one in work if one[1] not in kept])
+        here = [one for one in work if one[1] in kept]
+        if not work:
             return
         with hooks_once(self._optimizer):
+            if chunks and here:  # the first comes in under the update of what stays
+                self._fetch(chunks[0])
+            for _, alike in groupby(here, key=lambda one: id(one[0])):
+                self._run_here(list(alike))
             for index, chunk in enumerate(chunks):
                 following = chunks[index + 1] if index + 1 < len(chunks) else None
                 self._run(chunk, following)
@@ -98,6 +109,18 @@ class StreamedUpdate:
         if first is not None:
             link.fetch(id(first[1][0]), self._hosted(first))
 
+    def _run_here(self, work: list[tuple[dict[str, Any], torch.Tensor]]) -> None:
+        """Update parameters of one group whose state stays; what is being copied is not read."""
+        state = _state_of(self._optimizer)
+        pending, state.pending = state.pending, None
+        run_alone(self._optimizer, (work[0][0], [p for _, p in work]), self._update)
+        state.pending = pending
+
+    def _fetch(self, chunk: Chunk) -> Link:
+        link = self._linked(chunk[1][0])
+        link.fetch(id(chunk[1][0]), self._hosted(chunk))
+        return link
+
     def _run(self, chunk: Chunk, following: Chunk | None) -> None:
         state, key = _state_of(self._optimizer), id(chunk[1][0])
         state.pending = None  # the streams wait for one another; nothing is read here
@@ -106,8 +129,7 @@ class StreamedUpdate:
         else:
             self._first = chunk
         self._last = key
-        link = self._linked(chunk[1][0])
-        link.fetch(key, self._hosted(chunk))
+        link = self._fetch(chunk)
         ahead = following or self._after.get(key)
         if ahead is not None and id(ahead[1][0]) != key:
             link.fetch(id(ahead[1][0]), self._hosted(ahead), beside=key)
@@ -139,10 +161,10 @@ class StreamedUpdate:
         state = _state_of(self._optimizer)
         return {id(p): state.entries(p) for p in chunk[1] if state.has(p)}
 
-    def _chunks(self) -> list[Chunk]:
+    def _chunks(self, work: list[tuple[dict[str, Any], torch.Tensor]]) -> list[Chunk]:
         chunks: list[Chunk] = []
         size = 0
-        for group, parameter in _work(self._optimizer):
+        for group, parameter in work:
             own = self._bytes_of(parameter)
             if chunks and chunks[-1][0] is group and size + own <= _CHUNK_BYTES:
                 chunks[-1][1].append(parameter)
@@ -154,6 +176,8 @@ class StreamedUpdate:
 
     def _bytes_of(self, parameter: torch.Tensor) -> int:
         state = _state_of(self._optimizer)
+        if parameter in state.kept:
+            return 0
         if not state.has(parameter):  # about what Adam will have
             return 2 * aligned(parameter.numel() * parameter.element_size())
         return state.entries(parameter).moved_bytes
@@ -207,7 +231,7 @@ class Link:
             for owner, held in hosted.items():
                 passage = self._known.get((which, start, owner))
                 if passage is None or not passage.fits(held):
-                    passage = Passage(self._buffers[which][start:], held)
+                    passage = Passage(self._buffers[which], start, held)
                     self._known[which, start, owner] = passage
                 passage.bring()
                 made[owner] = passage
@@ -289,17 +313,20 @@ class Passage:
     copies of small tensors.
     """
 
-    def __init__(self, room: torch.Tensor, held: OffloadedEntries) -> None:
+    def __init__(self, buffer: torch.Tensor, start: int, held: OffloadedEntries) -> None:
         self._flat = held.flat
         self.pairs: dict[str, Pair] = {}
-        start = 0
+        if self._flat is not None:
+            self._room = buffer[start : start + held.moved_bytes]
+        typed: dict[torch.dtype, torch.Tensor] = {}
         for name, there in held.moved():
-            nbytes = there.numel() * there.element_size()
-            part = room[start : start + nbytes].view(there.dtype)
-            self.pairs[name] = part.as_strided(there.shape, there.stride()), there
-            start += aligned(nbytes)
+            each = there.element_size()
+            if there.dtype not in typed:
+                typed[there.dtype] = buffer.view(there.dtype)
+            here = typed[there.dtype].as_strided(there.shape, there.stride(), start // each)
+            self.pairs[name] = here, there
+            start += aligned(there.numel() * each)
         self._there = [id(there) for _, there in self.pairs.values()]
-        self._room = room[:start]
 
     def fits(self, held: OffloadedEntries) -> bool:
         """Whether the tensors on the host are still the same."""
@@ -330,6 +357,24 @@ def buffer_sizes(each: Sequence[int]) -> tuple[int, ...]:
     large = min(max(moved[-1], _CHUNK_BYTES), sum(moved))
     most = moved[int(_MOST * (len(moved) - 1))]
     return large, min(max(most, _CHUNK_BYTES), large)
+
+
+def which_move(sizes: Sequence[int], share: float) -> frozenset[int]:
+    """Numbers of the tensors whose state leaves, of those with so many elements.
+
+    Each buffer holds the largest of them, so it begins with the largest that are small beside all
+    that must go. Of equal ones they are evenly apart, so that copies hide under what is between.
+    """
+    wanted = share * sum(sizes)
+    small = wanted / _TIMES_LARGEST
+    order = sorted(set(sizes), key=lambda size: (size > small, -size if size <= small else size))
+    chosen: set[int] = set()
+    for size in order:
+        alike = [number for number, own in enumerate(sizes) if own == size]
+        count = min(math.ceil(wanted / size), len(alike)) if wanted > 0 else 0
+        chosen.update(alike[turn * len(alike) // count] for turn in range(count))
+        wanted -= count * size
+    return frozenset(chosen)
 
 
 def run_alone(optimizer: Optimizer, chunk: Chunk, update: Callable[[], None]) -> None:
