@@ -17,13 +17,27 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shoestring.step.apply import apply
-from shoestring.techniques import Checkpointing, Microbatching
+from shoestring.techniques import (
+    Checkpointing,
+    ChunkedLoss,
+    GradientRelease,
+    Microbatching,
+    Offload,
+    OptimizerState,
+    Precision,
+)
+from shoestring.trace.places import is_elsewhere
 
 WIDE, ROWS = 128, 64
 CHOSEN: dict[str, list[Any]] = {
     "plain": [],
     "recomputed": [Checkpointing("residual-1")],
     "microbatched": [Microbatching(4)],
+    "8-bit state": [OptimizerState(8)],
+    "bf16": [Precision("bf16")],
+    "on the host": [Offload()],
+    "released": [GradientRelease(fold=False)],
+    "chunked loss": [ChunkedLoss(64)],
 }
 OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
@@ -73,7 +87,7 @@ class Meter(TorchDispatchMode):
 
     def _note(self, tree: Any) -> None:
         for tensor in tree_leaves(tree):
-            if isinstance(tensor, torch.Tensor):
+            if isinstance(tensor, torch.Tensor) and not is_elsewhere(tensor):
                 self._add(getattr(tensor, "_local_tensor", tensor).untyped_storage())
 
     def _add(self, storage: torch.UntypedStorage) -> None:

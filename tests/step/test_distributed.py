@@ -21,8 +21,10 @@ from shoestring.step.sharding import check_sharding
 from shoestring.step.shares import Parallel, cut_evenly
 from shoestring.verification.distance import relative_error
 from step.two_ranks import (
+    CLIPPED,
     CROSSED,
     OPTIMIZERS,
+    RESUMED,
     SAME,
     STEPS,
     batches,
@@ -37,8 +39,9 @@ from step.two_ranks import (
 )
 from techniques.small_models import SMALL
 
-ROUNDING = {"fp16": 2e-2}
-"""Largest relative error; FP16 adds the parts of a gradient in another order."""
+ROUNDING = {"fp16": 2e-2, "8-bit state": 5e-2, "bf16, 8-bit state": 0.2}
+"""Largest relative error; FP16 adds the parts of a gradient in another order. Rows of a rank have
+blocks and random numbers of their own, and codes are up to 0.8% off."""
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +50,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     def run(folder: Path) -> None:
         states = {}
-        for _, plan in CROSSED:
-            states[plan] = trained(make("tied", plan), batches("tied")[: STEPS // 2])["state"]
+        for _, plan, optimizer in CROSSED:
+            step = make("tied", plan, optimizer)
+            states[plan] = trained(step, batches("tied")[: STEPS // 2])["state"]
         together(folder, states)
 
     return made_once(tmp_path_factory, "ranks", run)
@@ -81,17 +85,17 @@ def moments_of(state: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 def assert_same(expected: dict[str, Any], given: dict[str, Any], tolerance: float = 1e-4) -> None:
     assert given["losses"] == pytest.approx(expected["losses"], rel=tolerance / 4)
-    for part in (weights_of, moments_of):
-        if "optimizer" not in given["state"] and part is moments_of:
-            continue
-        a, b = part(expected["state"]), part(given["state"])
+    compared = {"weights": [weights_of(made["state"]) for made in (expected, given)]}
+    if "optimizer" in given["state"]:
+        compared["moments"] = [expected["moments"], given["moments"]]
+    for what, (a, b) in compared.items():
         assert a.keys() == b.keys()
         assert all(a[k].shape == b[k].shape for k in a)
-        assert relative_error([(a[k], b[k]) for k in a]) < tolerance, part.__name__
+        assert relative_error([(a[k].float(), b[k].float()) for k in a]) < tolerance, what
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", ["microbatched", "fp16"])
+@pytest.mark.parametrize("plan", CLIPPED)
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_two_ranks_clip_to_the_norm_of_all_gradients(
     found: list[Any], parallel: str, plan: str
@@ -165,21 +169,44 @@ def test_an_overflow_on_one_rank_skips_on_all(found: list[Any], kind: str) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind, plan", CROSSED)
-def test_a_state_goes_from_two_ranks_to_one(found: list[Any], kind: str, plan: str) -> None:
-    begun = found[0][f"begin {kind} {plan}"]
-    step = make("tied", plan, seed=1)
+@pytest.mark.parametrize("case", CROSSED, ids=" ".join)
+def test_a_state_goes_from_two_ranks_to_one(found: list[Any], case: tuple[str, ...]) -> None:
+    _, plan, optimizer = case
+    begun = found[0][f"begin {' '.join(case)}"]
+    step = make("tied", plan, optimizer, seed=1)
     step.load_state_dict(begun["state"])
     rest = trained(step, batches("tied")[STEPS // 2 :])
-    assert_same(alone("tied", plan), {**rest, "losses": begun["losses"] + rest["losses"]})
+    given = {**rest, "losses": begun["losses"] + rest["losses"]}
+    assert_same(alone("tied", plan, optimizer), given, ROUNDING.get(plan, 1e-4))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind, plan", CROSSED)
-def test_a_state_goes_from_one_rank_to_two(found: list[Any], kind: str, plan: str) -> None:
-    expected = alone("tied", plan)
-    given = found[0][f"go on {kind} {plan}"]
-    assert_same({**expected, "losses": expected["losses"][STEPS // 2 :]}, given)
+@pytest.mark.parametrize("case", CROSSED, ids=" ".join)
+def test_a_state_goes_from_one_rank_to_two(found: list[Any], case: tuple[str, ...]) -> None:
+    expected = alone("tied", *case[1:])
+    given = found[0][f"go on {' '.join(case)}"]
+    expected["losses"] = expected["losses"][STEPS // 2 :]
+    assert_same(expected, given, ROUNDING.get(case[1], 1e-4))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", RESUMED)
+def test_a_state_of_sharded_ranks_goes_on_to_the_bit(found: list[Any], plan: str) -> None:
+    whole, parts = (found[0][f"resumed {plan}"][which] for which in ("whole", "parts"))
+    assert whole["losses"][STEPS // 2 :] == parts["losses"]
+    for a, b in ((whole["state"]["model"], parts["state"]["model"]),
+                 (whole["moments"], parts["moments"])):  # fmt: skip
+        assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+@pytest.mark.slow
+def test_gradients_that_only_one_rank_has_are_released_too(found: list[Any]) -> None:
+    for result in found:
+        plain, released = (result["routed"][plan] for plan in ("plain", "released"))
+        assert plain["losses"] == released["losses"]
+        for part in (weights_of, moments_of):
+            a, b = part(plain["state"]), part(released["state"])
+            assert all(torch.equal(a[k], b[k]) for k in a)
 
 
 @pytest.mark.slow
@@ -224,7 +251,6 @@ def test_what_cannot_be_shared_is_refused_on_all_ranks(found: list[Any]) -> None
         refused = result["refusals"]
         assert "sparse weights" in refused["dsr"]
         assert "without compensation" in refused["compensated"]
-        assert "state of Adam" in refused["fp16 adam"]
         assert "minibatch of 1 has no share" in refused["small"]
         assert "DistributedDataParallel" in refused["wrapped"]
         assert all(text.startswith("InputError") for text in refused.values())

@@ -27,7 +27,17 @@ from shoestring.lab.tasks import ImageTask, load_task
 from shoestring.step.apply import apply
 from shoestring.step.shares import Parallel
 from shoestring.step.step import Step
-from shoestring.techniques import Checkpointing, Microbatching, Precision, Sparsity, Technique
+from shoestring.techniques import (
+    Checkpointing,
+    ChunkedLoss,
+    GradientRelease,
+    Microbatching,
+    Offload,
+    OptimizerState,
+    Precision,
+    Sparsity,
+    Technique,
+)
 from shoestring.techniques.microbatching import accumulate
 from shoestring.techniques.plan import Plan
 from shoestring.techniques.sparsity import sparse_tensors
@@ -45,6 +55,12 @@ CHOSEN: dict[str, list[Technique]] = {
     "fp16": [Precision("fp16", growth_interval=2)],
     "dsr": [Sparsity(0.3, **REWIRES)],
     "set": [Sparsity(0.3, method="set", **REWIRES)],
+    "8-bit state": [OptimizerState(8, smallest=64)],
+    "bf16, 8-bit state": [Precision("bf16"), OptimizerState(8, smallest=64)],
+    "on the host": [Offload(smallest=64)],
+    "chunked loss": [ChunkedLoss(8), Checkpointing("residual-1")],
+    "released": [GradientRelease(fold=False)],
+    "released parts": [GradientRelease(fold=False), Microbatching(2)],
     "together": [Checkpointing("residual-1"), Microbatching(2)],
     "all": [
         Sparsity(0.3, **REWIRES),
@@ -73,10 +89,27 @@ SAME = [
     ("fsdp", "tied", "together", "sgd"),
     ("fsdp", "tied", "fp16", "sgd"),
     ("fsdp", "lstm", "plain", "adam"),
+    ("fsdp", "tied", "fp16", "adam"),
+    ("fsdp", "tied", "8-bit state", "adam"),
+    ("fsdp", "tied", "bf16, 8-bit state", "adam"),
+    ("fsdp", "tied", "on the host", "sgd"),
+    ("fsdp", "tied", "released", "sgd"),
+    ("fsdp", "tied", "released parts", "sgd"),
+    ("ddp", "tied", "released", "sgd"),
+    ("ddp", "tied", "released parts", "sgd"),
+    ("fsdp", "tied", "chunked loss", "sgd"),
 ]
 """(parallel, model, plan, optimizer) that must train as one process does."""
-CROSSED = [("ddp", "dsr"), ("fsdp", "microbatched")]
-"""States that go from two ranks to one and back."""
+CROSSED = [
+    ("ddp", "dsr", "sgd"),
+    ("fsdp", "microbatched", "sgd"),
+    ("fsdp", "fp16", "adam"),
+    ("fsdp", "8-bit state", "adam"),
+]
+"""(parallel, plan, optimizer) whose state goes from two ranks to one and back."""
+CLIPPED = ["microbatched", "fp16", "released", "released parts"]
+RESUMED = ["fp16", "8-bit state", "bf16, 8-bit state", "on the host"]
+"""Plans whose state goes from two ranks of `fsdp` to two others."""
 OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
     "adam": lambda model: torch.optim.Adam(model.parameters(), lr=1e-3),
@@ -101,7 +134,22 @@ def batches(model: str, count: int = STEPS) -> list[Any]:
 def trained(step: Step, data: list[Any]) -> dict[str, Any]:
     losses = [float(step(batch)) for batch in data]
     indexes = {n: t.index.clone() for n, t in sparse_tensors(step.model).items()}
-    return {"losses": losses, "state": copy.deepcopy(step.state_dict()), "indexes": indexes}
+    state = copy.deepcopy(step.state_dict())
+    return {"losses": losses, "state": state, "indexes": indexes, "moments": moments(step, state)}
+
+
+def moments(step: Step, state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The optimizer's state as it is meant, however it is stored."""
+    parameters = [p for group in step.optimizer.param_groups for p in group["params"]]
+    found = {}
+    for index, held in state.get("optimizer", {"state": {}})["state"].items():
+        for key, value in held.items():
+            for meaning in step._setup.meanings:
+                if isinstance(value, torch.Tensor):
+                    value = meaning.state(parameters[index], key, value, held)
+            if isinstance(value, torch.Tensor):
+                found[f"{index} {key}"] = value.clone()
+    return found
 
 
 def same(parallel: str, model: str, plan: str, optimizer: str) -> dict[str, Any]:
@@ -114,12 +162,13 @@ def clipped(parallel: str | None, plan: str) -> dict[str, Any]:
     model = SMALL["tied"].build()
     made = OPTIMIZERS["sgd"](model)
     step = apply(CHOSEN[plan], model, made, loss=SMALL["tied"].loss, parallel=parallel, clip=0.05)
-    norms = []
+    norms, accumulates = [], not plan.startswith("released")
     for number, batch in enumerate(batches("tied")):
-        step(batch, update=bool(number % 2))
+        step(batch, update=bool(number % 2) or not accumulates)
         if number % 2:
             norms.append(float(step.grad_norm))
-    return {"losses": norms, "state": copy.deepcopy(step.state_dict())}
+    state = copy.deepcopy(step.state_dict())
+    return {"losses": norms, "state": state, "moments": moments(step, state)}
 
 
 def channels_last(parallel: str | None) -> dict[str, Any]:
@@ -261,7 +310,6 @@ def refusals() -> dict[str, Any]:
     frozen = {}
     for plan in ("dsr", "compensated"):
         frozen[plan] = _error(lambda plan=plan: make("tied", plan, parallel="fsdp"))
-    frozen["fp16 adam"] = _error(lambda: make("tied", "fp16", "adam", "fsdp"))
     step = make("mlp", "plain", parallel="ddp")
     images, labels = batches("mlp", 1)[0]
     frozen["small"] = _error(lambda: step((images[:1], labels[:1])))
@@ -294,14 +342,23 @@ def wrapped_by_hand() -> dict[str, Any]:
     return {"losses": losses, "state": {"model": model.state_dict()}}
 
 
-def go_on(parallel: str, plan: str, state: dict[str, Any]) -> dict[str, Any]:
-    step = make("tied", plan, parallel=parallel, seed=1)
+def go_on(parallel: str, plan: str, optimizer: str, state: dict[str, Any]) -> dict[str, Any]:
+    step = make("tied", plan, optimizer, parallel=parallel, seed=1)
     step.load_state_dict(state)
     return trained(step, batches("tied")[STEPS // 2 :])
 
 
-def begin(parallel: str, plan: str) -> dict[str, Any]:
-    return trained(make("tied", plan, parallel=parallel), batches("tied")[: STEPS // 2])
+def begin(parallel: str, plan: str, optimizer: str) -> dict[str, Any]:
+    step = make("tied", plan, optimizer, parallel=parallel)
+    return trained(step, batches("tied")[: STEPS // 2])
+
+
+def resumed(plan: str) -> dict[str, Any]:
+    """All updates of one step, and those of two, the second of which loads the first's state."""
+    whole = trained(make("tied", plan, "adam", "fsdp"), batches("tied"))
+    begun: list[Any] = [begin("fsdp", plan, "adam")["state"]]
+    dist.broadcast_object_list(begun, 0)
+    return {"whole": whole, "parts": go_on("fsdp", plan, "adam", begun[0])}
 
 
 def settings(**others: Any) -> tuple[ImageSettings, ImageTask]:
@@ -348,6 +405,42 @@ def folder_in_use(place: Path) -> dict[str, Any]:
     return {"error": _error(lambda: run_to(place / "parts", 9))}
 
 
+class Routed(nn.Module):
+    """Layers that only some examples go through, and that are not used in their order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(12, 4)
+        self.some, self.all, self.others = (nn.Linear(12, 12) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.all(x))
+        chosen = x[:, 0] > 0
+        for layer, rows in ((self.some, chosen), (self.others, ~chosen)):
+            if rows.any():
+                x = x + layer(x) * rows[:, None]
+        return self.last(x)
+
+
+def routed() -> dict[str, Any]:
+    """Each rank has gradients that the other has not, of other layers in every step."""
+    made = {}
+    for plan in ("plain", "released"):
+        torch.manual_seed(0)
+        model = Routed()
+        loss = SMALL["mlp"].loss
+        step = apply(CHOSEN[plan], model, OPTIMIZERS["adam"](model), loss=loss, parallel="ddp")
+        data = []
+        for number, (x, y) in enumerate(batches("mlp")):
+            sign = torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0, -1.0])[:, None]
+            data.append((x.abs() * sign * (-1) ** number, y))
+        with torch.no_grad():
+            model.all.weight.copy_(torch.eye(12))
+            model.all.bias.zero_()
+        made[plan] = trained(step, data)
+    return made
+
+
 def streams() -> dict[str, Any]:
     made, task = settings()
     trainer = Trainer(made, task, torch.device("cpu"), predict=False)
@@ -384,11 +477,13 @@ def jobs(place: Path, states: dict[str, Any]) -> dict[str, Callable[[], dict[str
     made: dict[str, Callable[[], dict[str, Any]]] = {}
     for case in SAME:
         made[" ".join(case)] = lambda case=case: same(*case)
-    for parallel, plan in CROSSED:
-        made[f"begin {parallel} {plan}"] = lambda a=parallel, b=plan: begin(a, b)
-        made[f"go on {parallel} {plan}"] = lambda a=parallel, b=plan: go_on(a, b, states[b])
+    for case in CROSSED:
+        made[f"begin {' '.join(case)}"] = lambda case=case: begin(*case)
+        made[f"go on {' '.join(case)}"] = lambda case=case: go_on(*case, states[case[1]])
+    for plan in RESUMED:
+        made[f"resumed {plan}"] = lambda plan=plan: resumed(plan)
     for parallel in ("ddp", "fsdp"):
-        for plan in ("microbatched", "fp16"):
+        for plan in CLIPPED:
             made[f"clipped {parallel} {plan}"] = lambda a=parallel, b=plan: clipped(a, b)
         made[f"channels last {parallel}"] = lambda a=parallel: channels_last(a)
         made[f"small gradients {parallel}"] = lambda a=parallel: small_gradients(a)
@@ -400,7 +495,7 @@ def jobs(place: Path, states: dict[str, Any]) -> dict[str, Callable[[], dict[str
     for job in (
         other_weights_at_first, parts_of_their_own, parts_of_their_own_sharded,
         averaged_over_tokens, statistics, wrapped_by_hand, refusals, other_pattern,
-        streams,
+        streams, routed,
     ):  # fmt: skip
         made[job.__name__] = job
     return made

@@ -17,6 +17,9 @@ DROPPED_BITS = {torch.bfloat16: 16, torch.float16: 13}
 STRIDE, FIRST, SECOND = -1640531535, 2146121005, -2073254261
 """Odd numbers of good mixing (2^32 / golden ratio; lowbias32), as 32 bits with a sign."""
 
+_APART = 2**16 + 1
+"""Draws between two calls of `Noise.skip`: more than one update makes."""
+
 
 class Noise:
     """Random bits as a function of seed, draw and position, computed where they are needed.
@@ -27,6 +30,8 @@ class Noise:
 
     def __init__(self, device: torch.device, seed: int) -> None:
         self.counter = torch.full((), _signed(seed * 0x632BE5AB), dtype=torch.int32, device=device)
+        self._place: torch.Tensor | None = None
+        """Where `skip` left the stream."""
 
     def bits(self, like: torch.Tensor, count: int) -> torch.Tensor:
         """As many random bits for every element, as an integer from zero."""
@@ -55,6 +60,14 @@ class Noise:
         """Go on as if bits had been drawn so often; someone else computed them."""
         self.counter.add_(_signed(draws * STRIDE))
 
+    def skip(self) -> None:
+        """Go on at a distance from where this was called last, whatever was drawn since."""
+        if self._place is None:
+            self._place = self.counter.clone()
+        else:
+            self._place.add_(_signed(_APART * STRIDE))
+            self.counter.copy_(self._place)
+
     def state_dict(self) -> dict[str, Any]:
         """Where the stream is."""
         return {"noise_counter": self.counter.clone()}
@@ -62,6 +75,7 @@ class Noise:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there."""
         self.counter.copy_(state["noise_counter"])
+        self._place = None if self._place is None else self.counter.clone()
 
 
 def _signed(number: int) -> int:

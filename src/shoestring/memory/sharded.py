@@ -9,9 +9,10 @@ when the next one comes.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import zip_longest
+from itertools import accumulate, zip_longest
 
 from ..trace.graph import ParameterSpec, Phase, Role, Storage, Trace
 
@@ -22,7 +23,7 @@ BUCKET_BYTES = 2**20
 def replicated(trace: Trace) -> Trace:
     """One rank of `ddp`, whose trace is that of its share: with the largest message beside it."""
     start = _start_of(trace, Phase.OPTIMIZER)
-    sizes = [s.nbytes for s in trace.storages if s.role is Role.GRADIENT]
+    sizes = [s.nbytes for s in trace.storages if s.role is Role.GRADIENT and s.death > start]
     return _with(trace, [(messages_bytes(sizes), start, start + 1, Role.TRANSIENT, "")])
 
 
@@ -47,11 +48,13 @@ def sharded(
     *,
     keeps_gathered: bool = False,
     accumulates: bool = False,
+    releases: bool = False,
 ) -> Trace:
     """One rank of `fsdp`; each unit is the paths of modules that are gathered together.
 
     `keeps_gathered`: parameters stay from the forward to the backward pass. `accumulates`: several
-    microbatches run, and gradients stay whole until the last.
+    microbatches run, and gradients stay whole until the last. `releases`: parameters are updated
+    when their gradients are reduced, which then go.
     """
     of_parameter = {p.storage: _unit_of(p.name, units) for p in trace.parameters}
     share = {p.storage: _share(p, ranks) for p in trace.parameters}
@@ -67,7 +70,10 @@ def sharded(
     ratio = sum(kept.values()) / total
     found: list[Storage] = []
     reduced: dict[int, int] = {}
+    most, copies = _of_updates(trace) if releases else (None, set())
     for storage in trace.storages:
+        if storage.index in copies:  # they come when gradients are reduced, and are of a share
+            storage = replace(storage, nbytes=0)
         unit = _unit_of(storage.module, units)
         if storage.role is Role.MODEL and storage.index in share:
             found.append(replace(storage, nbytes=share[storage.index]))
@@ -80,7 +86,9 @@ def sharded(
         else:
             found.append(storage)
     extra = every.gathered(whole, keeps_gathered)
-    extra += every.reductions(reduced, {u: kept[u] / max(whole[u], 1) for u in whole})
+    shares = {u: kept[u] / max(whole[u], 1) for u in whole}
+    passing = None if most is None else int(ratio * most)
+    extra += every.reductions(reduced, shares, passing)
     if accumulates:
         extra += every.further(reduced)
     return _with(replace(trace, storages=tuple(found)), extra)
@@ -145,8 +153,13 @@ class _Units:
                     found.append((whole.get(later, 0), first, begin + 1, Role.TRANSIENT, ""))
         return found
 
-    def reductions(self, sizes: dict[int, int], share: dict[int, float]) -> list[_Extra]:
-        """Flat buffers of gradients, and what is kept of them."""
+    def reductions(
+        self, sizes: dict[int, int], share: dict[int, float], passing: int | None
+    ) -> list[_Extra]:
+        """Flat buffers of gradients, and what is kept of them: nothing where updates follow.
+
+        Those need as much as `passing` beside; None where they wait for the end.
+        """
         found: list[_Extra] = []
         order = sorted(sizes, key=self.reduced_at)
         for unit, later in zip_longest(order, order[1:]):
@@ -154,7 +167,9 @@ class _Units:
             until = self.end if later is None else self.reduced_at(later)
             own = int(sizes[unit] * share.get(unit, 1.0))
             found.append((sizes[unit], at, max(until, at + 1), Role.TRANSIENT, ""))
-            found.append((own, at, self._last + 1, Role.GRADIENT, ""))
+            gone = self._last + 1 if passing is None else at + 1
+            found.append((own, at, gone, Role.GRADIENT, ""))
+            found.append((passing or 0, at, at + 1, Role.TRANSIENT, ""))
         return found
 
     def further(self, sizes: dict[int, int]) -> list[_Extra]:
@@ -176,6 +191,31 @@ def _with(trace: Trace, extra: Sequence[_Extra]) -> Trace:
         if nbytes > 0 and death > birth:
             storages.append(Storage(len(storages), nbytes, birth, min(death, last), role, module))
     return replace(trace, storages=tuple(storages))
+
+
+def _of_updates(trace: Trace) -> tuple[int, set[int]]:
+    """Copies that updates make between their uses of the state: most of one parameter, and all."""
+    owner = {v.index: v.storage for v in trace.values}
+    state = {s.index for s in trace.storages if s.role is Role.OPTIMIZER_STATE and s.nbytes > 8}
+    used: dict[int, tuple[int, int]] = {}
+    for op in trace.ops:
+        for index in {owner.get(spec.value, -1) for _, spec in op.inputs} & state:
+            first, _ = used.get(index, (op.index, op.index))
+            used[index] = first, op.index
+    kept = (Role.MODEL, Role.BUFFER, Role.OPTIMIZER_STATE, Role.GRADIENT)
+    made = sorted((s for s in trace.storages if s.role not in kept), key=lambda s: s.birth)
+    births = [s.birth for s in made]
+    most, every = 0, set()
+    for first, last in set(used.values()):
+        changes: dict[int, int] = {}
+        for storage in made[bisect_left(births, first) : bisect_right(births, last)]:
+            if storage.death <= last + 1:
+                every.add(storage.index)
+                for at, sign in ((storage.birth, 1), (storage.death, -1)):
+                    changes[at] = changes.get(at, 0) + sign * storage.nbytes
+        sums = accumulate(changes[at] for at in sorted(changes))
+        most = max(most, max(sums, default=0))
+    return most, every
 
 
 def _start_of(trace: Trace, phase: Phase) -> int:

@@ -78,6 +78,7 @@ class SharedStep:
             trace, self.count, gathered_units(model, plan),
             keeps_gathered=any(technique.keeps_gathered for technique in plan.techniques),
             accumulates=at_once is not None and at_once < examples,
+            releases=any(t.updates_in_backward and not t.is_neutral for t in plan.techniques),
         )  # fmt: skip
 
 

@@ -25,6 +25,7 @@ from ..techniques.splitting.find import tested_units
 from ..trace.blocks import is_normalization
 from ..trace.graph import Phase
 from ..trace.tracing import Loss
+from .arriving import InOrder, check_gradient
 from .clipping import Clip, clip_gradients
 from .group import communication_device, ranks
 from .setting_up import prepare, transform
@@ -52,7 +53,7 @@ class Reduction:
             if parameter.grad is None and used:
                 parameter.grad = torch.zeros_like(parameter)
             if parameter.grad is not None:
-                _check_gradient(parameter.grad, used)
+                check_gradient(parameter.grad, used)
                 gradients.append(parameter.grad)
         add_over_ranks(gradients)
 
@@ -62,19 +63,6 @@ class Reduction:
         flags = torch.tensor(own, dtype=torch.int32, device=communication_device())
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
         return [bool(flag) for flag in flags.tolist()]
-
-
-def _check_gradient(gradient: torch.Tensor, used: bool) -> None:
-    if gradient.layout is not torch.strided:
-        raise InputError(
-            "an embedding with sparse=True cannot train on several ranks",
-            hint="build it with sparse=False",
-        )
-    if not used:
-        raise InputError(
-            "a parameter has a gradient that no rank had at the first step",
-            hint="every step must use the parameters of the first",
-        )
 
 
 def add_over_ranks(tensors: Sequence[torch.Tensor]) -> None:
@@ -166,9 +154,18 @@ class Ranks:
         for technique in self._plan.techniques:
             technique.on_ranks(setup, self._parallel.kind)
         whole = self._sharding
-        reduce = Reduction(setup.model.parameters() if whole is None else whole.replicated)
+        held = list(setup.model.parameters()) if whole is None else whole.replicated
+        reduce, arrivals = Reduction(held), InOrder(held)
+        setup.arrivals = arrivals if whole is None else whole.arrivals(arrivals)
 
-        setup.before_update.append(reduce)
+        def complete() -> None:
+            if setup.updates_in_backward:
+                for _ in arrivals.rest():
+                    pass
+            else:
+                reduce()
+
+        setup.before_update.append(complete)
         if whole is not None:
             setup.before_update.append(whole.hand_over)
 
@@ -186,7 +183,9 @@ class ParallelStep(Step):
         super().__init__(setup, plan, clip)
         self._graph = None  # the collectives in a step are not captured
         self._sharding = sharding
-        if sharding is not None:
+        if sharding is not None and setup.updates_in_backward:
+            setup.part_begins = setup.model.set_requires_gradient_sync  # type: ignore[assignment]
+        elif sharding is not None:
             setup.split = sharding.announced(setup.split)
 
     def _compute(

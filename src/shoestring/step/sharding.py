@@ -8,7 +8,7 @@ elementwise update works on them unchanged.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +20,11 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from ..errors import InputError
-from ..techniques.base import Setup
+from ..techniques.base import Setup, total_norm
 from ..techniques.optimizers import ELEMENTWISE
 from ..techniques.plan import Plan
 from ..trace.blocks import block_paths, is_normalization
+from .arriving import InOrder
 
 Split = Callable[[Any], Any]
 
@@ -82,6 +83,14 @@ class Shard:
     split: DTensor
     own: nn.Parameter
 
+    def hand_over(self) -> None:
+        """The reduced gradient, if there is one, to where the optimizer looks for it."""
+        self.own.data = self.split.to_local().detach()
+        gradient: Any = self.split.grad
+        if gradient is not None:
+            self.own.grad = gradient.to_local()
+            self.split.grad = None
+
     def whole(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows of every rank, put together."""
         return self.like(rows).full_tensor()
@@ -104,11 +113,51 @@ class Shard:
         return parts[rank] if rank < len(parts) else whole[:0]
 
 
+class ShardArrivals:
+    """FSDP has reduced a gradient when the hook of the split parameter runs."""
+
+    def __init__(self, by_own: dict[nn.Parameter, Shard], whole: InOrder) -> None:
+        self._by_own, self._whole = by_own, whole
+        self._by_split = {shard.split: shard for shard in by_own.values()}
+        self.begin, self.anywhere = whole.begin, whole.anywhere
+
+    def watched(self, parameter: Any) -> torch.Tensor:
+        """The split one."""
+        shard = self._by_own.get(parameter)
+        return parameter if shard is None else shard.split
+
+    def arrived(self, watched: Any) -> Iterator[torch.Tensor]:
+        """This rank's rows."""
+        shard = self._by_split.get(watched)
+        if shard is None:
+            yield from self._whole.arrived(watched)
+        else:
+            shard.hand_over()
+            yield shard.own
+
+    def rest(self) -> Iterator[torch.Tensor]:
+        """Those that nothing watches, too."""
+        yield from self._whole.rest()
+        for shard in self._by_own.values():
+            if shard.split.grad is not None:
+                shard.hand_over()
+                yield shard.own
+
+    def norm(self, norms: Mapping[torch.Tensor, torch.Tensor], kind: float) -> torch.Tensor:
+        """Over all ranks; what every rank holds whole counts on the first."""
+        first = dist.get_rank() == 0
+        counted = [norm for p, norm in norms.items() if first or p in self._by_own]
+        device = next(iter(norms.values())).device if norms else None
+        own = total_norm(counted, kind).to(device)
+        return Sharding.combined_norm(own, kind)
+
+
 class Sharding:
     """Splits a setup's model and optimizer, and puts them together for a snapshot."""
 
     def __init__(self, setup: Setup, plan: Plan) -> None:
         self._model, self._optimizer = setup.model, setup.optimizer
+        self._meanings = setup.meanings
         device = next(setup.model.parameters()).device.type
         before = dict(setup.model.named_parameters())
         for parameter in before.values():  # rows are split; channels last would not lie in rows
@@ -135,6 +184,7 @@ class Sharding:
             split = after[name]
             if isinstance(split, DTensor):
                 own = nn.Parameter(split.to_local().detach(), split.requires_grad)
+                own.whole_elements = split.numel()  # type: ignore[attr-defined]
                 self._by_own[own] = Shard(split, own)
                 places[parameter] = own
         for group in setup.optimizer.param_groups:
@@ -159,11 +209,12 @@ class Sharding:
 
     def hand_over(self) -> None:
         """Gradients to where the optimizer looks for them."""
-        for own, shard in self._by_own.items():
-            own.data = shard.split.to_local().detach()
-            gradient: Any = shard.split.grad
-            own.grad = None if gradient is None else gradient.to_local()
-            shard.split.grad = None
+        for shard in self._by_own.values():
+            shard.hand_over()
+
+    def arrivals(self, whole: InOrder) -> ShardArrivals:
+        """Gradients that are reduced while the backward pass runs; whole ones apart."""
+        return ShardArrivals(self._by_own, whole)
 
     def counted(self) -> list[torch.Tensor]:
         """Parameters whose gradients belong to this rank's part of a norm: whole ones to rank 0."""
@@ -194,8 +245,25 @@ class Sharding:
             return {}
         return {"model": model, "optimizer": optimizer, "techniques": techniques}
 
+    def _meant(self, like: torch.Tensor, entries: dict[str, Any]) -> dict[str, Any]:
+        """State of one parameter as plain training has it: rows of one rank lie otherwise coded."""
+        made: dict[str, Any] = {}
+        for key, value in entries.items():
+            found = value
+            for meaning in self._meanings if isinstance(value, torch.Tensor) else ():
+                found = None if found is None else meaning.state(like, key, found, entries)
+            if found is not None or value is None:
+                made[key] = found
+        return made
+
     def _whole_optimizer(self, first: bool) -> dict[str, Any]:
         held = self._optimizer.state_dict()
+        groups = self._optimizer.param_groups
+        held["param_groups"] = held["param_groups"][: len(groups)]  # without marks of coded state
+        parameters = [p for group in groups for p in group["params"]]
+        held["state"] = {
+            index: self._meant(parameters[index], state) for index, state in held["state"].items()
+        }
         # A rank without rows of a parameter may have no state of it, but must join in.
         kinds: list[Any] = [
             {
@@ -206,7 +274,6 @@ class Sharding:
             }
         ]
         dist.broadcast_object_list(kinds, 0)
-        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
         for (index, key), dtype in kinds[0].items():
             shard = self._by_own.get(parameters[index])
             if shard is None:
@@ -214,7 +281,7 @@ class Sharding:
             rows = held["state"].get(index, {}).get(key)
             if rows is None:
                 rows = torch.zeros_like(shard.own, dtype=dtype)
-            whole = shard.whole(rows)
+            whole = shard.whole(rows.to(shard.own.device))
             if first:
                 held["state"][index] = {**held["state"][index], key: whole.cpu()}
             del whole
@@ -232,13 +299,15 @@ class Sharding:
         moments = {}
         for index, held in state["optimizer"]["state"].items():
             shard = self._by_own.get(parameters[index])
+            if shard is None:
+                moments[index] = held
+                continue
+            whole = self._meant(torch.empty(()).expand(shard.split.shape), held)
             moments[index] = {
                 key: shard.rows(value)
-                if shard is not None
-                and isinstance(value, torch.Tensor)
-                and value.shape == shard.split.shape
+                if isinstance(value, torch.Tensor) and value.shape == shard.split.shape
                 else value
-                for key, value in held.items()
+                for key, value in whole.items()
             }
         return {**state, "model": model, "optimizer": {**state["optimizer"], "state": moments}}
 

@@ -263,6 +263,27 @@ def _only_new_garbage() -> Iterator[None]:
             gc.unfreeze()
 
 
+@contextmanager
+def _noting_released(
+    made: RecordedStep, recorder: Recorder, step: Step, named: dict[str, nn.Parameter]
+) -> Iterator[None]:
+    """Gradients that go before the end: those of which a hook before an update can tell."""
+    folds = any(t.folds_parts(step.optimizer) for t in step.plan.techniques)
+    if folds or not step._setup.updates_in_backward:
+        yield
+        return
+
+    def note(*_: Any) -> None:
+        made.note_gradients(recorder, named)
+
+    note.each_parameter = True  # type: ignore[attr-defined] # it may see one at a time
+    handle = step.optimizer.register_step_pre_hook(note)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
 def _leave_gradients(step: Step, trained: Collection[str]) -> None:
     """The gradients that earlier microbatches accumulated."""
     for name, parameter in step.model.named_parameters():
@@ -319,7 +340,8 @@ def _record(
 
     setup.update = updates
     if passes:
-        step._compute(batch, entering)
+        with _noting_released(made, recorder, step, named):
+            step._compute(batch, entering)
     else:
         entering(Phase.OPTIMIZER)
         updates()

@@ -54,8 +54,13 @@ class Meaning:
         """A tensor of plain training, as the transformed model holds it."""
         return plain
 
-    def state(self, parameter: torch.Tensor, key: str, held: torch.Tensor) -> torch.Tensor | None:
-        """An optimizer's state as it is meant; None for what plain training does not have."""
+    def state(
+        self, like: torch.Tensor, key: str, held: torch.Tensor, beside: Mapping[str, Any]
+    ) -> torch.Tensor | None:
+        """An optimizer's state as it is meant; None for what plain training does not have.
+
+        `like` has the parameter's shape and device, `beside` all state of it.
+        """
         return held
 
 
@@ -75,6 +80,45 @@ class LossScaling(Protocol):
     def adjust(self) -> None:
         """Move the scale, after it."""
         ...
+
+
+class Arrivals(Protocol):
+    """Gradients that several ranks add up while the backward pass runs, each when it is final."""
+
+    def begin(self) -> None:
+        """A backward pass follows that leaves final gradients."""
+        ...
+
+    def watched(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The tensor whose hook says that the gradient of an optimizer's parameter is final."""
+        ...
+
+    def arrived(self, watched: torch.Tensor) -> Iterable[torch.Tensor]:
+        """That of one is final on this rank: the parameters whose sums are there now."""
+        ...
+
+    def rest(self) -> Iterable[torch.Tensor]:
+        """After the passes: the same for all that are left."""
+        ...
+
+    def norm(self, norms: Mapping[torch.Tensor, torch.Tensor], kind: float) -> torch.Tensor:
+        """Of all gradients, from the norm of each that is here."""
+        ...
+
+    def anywhere(self, here: bool) -> bool:
+        """Whether it holds on any rank."""
+        ...
+
+
+def total_norm(norms: list[torch.Tensor], kind: float) -> torch.Tensor:
+    """Of all gradients from the norm of each, as `torch.nn.utils.get_total_norm` adds them up."""
+    if not norms:
+        return torch.tensor(0.0)
+    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for norm in norms:
+        groups.setdefault((norm.device, norm.dtype), []).append(norm)
+    together = [norm.to(norms[0].device) for group in groups.values() for norm in group]
+    return torch.linalg.vector_norm(torch.stack(together), kind)
 
 
 @dataclass
@@ -106,6 +150,10 @@ class Setup:
     """The step's `Clip`: a norm, or a value, for each update; None for neither."""
     norm: torch.Tensor | None = None
     """Of the gradients of this update before they were clipped, where `clips` found it."""
+    arrivals: Arrivals | None = None
+    """On several ranks; None in one process."""
+    part_begins: Callable[[bool], None] = lambda last: None
+    """Called by whoever updates in the backward pass, before each part, and whether it is last."""
     after_update: list[Callable[[], object]] = field(default_factory=list)
     """Called after every update; True says that parameters or buffers were replaced."""
     state: dict[str, HasState] = field(default_factory=dict)

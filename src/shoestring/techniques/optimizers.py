@@ -12,3 +12,9 @@ ELEMENTWISE = frozenset(
     }
 )  # fmt: skip
 """Optimizers that treat every element alone, so that tensors may be cut and joined."""
+
+
+def whole_elements(parameter: torch.Tensor) -> int:
+    """Of all of it, where an optimizer holds the rows of one rank."""
+    found: int = getattr(parameter, "whole_elements", None) or parameter.numel()
+    return found

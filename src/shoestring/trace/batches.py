@@ -50,7 +50,9 @@ def check_layouts(tensors: Iterable[torch.Tensor]) -> None:
             nested = tensor.layout is torch.jagged
             raise InputError(
                 f"no accounting for {tensor.layout} tensors",
-                hint="give their values() and offsets()" if nested else "convert them with .to_dense()",
+                hint="give their values() and offsets()"
+                if nested
+                else "convert them with .to_dense()",
             )
 
 

@@ -278,8 +278,9 @@ class Planned(Side):
     def meant(self, parameter: torch.Tensor, key: str, held: torch.Tensor) -> torch.Tensor | None:
         """As the techniques say."""
         found: torch.Tensor | None = held
+        beside = self.optimizer.state[parameter]
         for meaning in self._meanings:
-            found = None if found is None else meaning.state(parameter, key, found)
+            found = None if found is None else meaning.state(parameter, key, found, beside)
         return found
 
     def as_held(self, name: str, plain: torch.Tensor) -> torch.Tensor:

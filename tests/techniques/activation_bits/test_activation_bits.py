@@ -358,3 +358,19 @@ def test_its_readme_runs() -> None:
     text = Path(technique.__file__).with_name("README.md").read_text()
     code = text.partition("```python\n")[2].partition("```")[0]
     exec(compile(code, "README.md", "exec"), {})
+
+
+def test_a_weight_that_was_put_there_while_the_model_runs_is_not_rounded() -> None:
+    """As ranks do that split a model: its parameters are others than those before."""
+
+    class Turned(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ self.weight.t()
+
+    layer, x = Turned(8, 8, bias=False), torch.randn(4, 8, requires_grad=True)
+    with SavingInBits(layer, x, 2, 1, Noise(torch.device("cpu"), 0)) as saved:
+        layer.weight = nn.Parameter(layer.weight.detach().clone())
+        out = layer(x)
+    assert saved.rounded == 0
+    out.sum().backward()
+    torch.testing.assert_close(x.grad, layer.weight.detach().sum(0).expand(4, 8))

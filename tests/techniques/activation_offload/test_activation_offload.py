@@ -458,3 +458,13 @@ def test_on_a_gpu_no_bit_differs_and_memory_is_as_predicted(what: str) -> None:
     assert peak_bytes < resident_bytes - 8 * 16384 * 1024 * 4
     assert peak_bytes == pytest.approx(predicted, rel=0.02)
     assert step.why_not_captured == "saved activations are copied to the host and back"
+
+
+def test_a_weight_that_was_put_there_while_the_model_runs_stays() -> None:
+    """As ranks do that split a model: its parameters are others than those before."""
+    layer, x = nn.Linear(8, 8, bias=False), torch.randn(4, 8, requires_grad=True)
+    context, _ = saving(layer, x)
+    with context as saved:
+        layer.weight = nn.Parameter(layer.weight.detach().clone())
+        x @ layer.weight.t()
+    assert saved.seen == 0

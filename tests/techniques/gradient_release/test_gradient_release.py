@@ -86,6 +86,7 @@ def test_no_bit_differs(name: str, others: tuple[ss.Technique, ...]) -> None:
         ("nesterov", (ss.Microbatching(4),), 12),
     ],
 )
+@pytest.mark.filterwarnings("ignore:microbatches. a hook:shoestring.errors.UnprovenWarning")
 def test_gradients_do_not_exist_together(
     name: str, others: tuple[ss.Technique, ...], most: int
 ) -> None:

@@ -230,6 +230,7 @@ def test_folded_adam_is_adama(name: str) -> None:
     assert {float(s["step"]) for s in state} == {3.0}
 
 
+@pytest.mark.filterwarnings("ignore:microbatches. a hook:shoestring.errors.UnprovenWarning")
 def test_folded_gradients_never_exist_together_and_the_peak_is_predicted() -> None:
     model = smooth()
     held = []

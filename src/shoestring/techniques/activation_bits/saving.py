@@ -191,6 +191,7 @@ class SavingInBits(TorchFunctionMode):
             or not (type(tensor) is torch.Tensor or is_fake(tensor))
             or (tensor.is_leaf and tensor.requires_grad)
             or _key(tensor) in self._there
+            or isinstance(tensor._base, nn.Parameter)  # which ranks that split it gathered
             or _overlaps(tensor)
         ):
             return None

@@ -100,6 +100,7 @@ class SavingOnHost(AbstractContextManager["SavingOnHost"]):
             and not tensor.is_neg()
             and not is_elsewhere(tensor)
             and storage_key(tensor) not in self._there
+            and not isinstance(tensor._base, nn.Parameter)  # which ranks that split it gathered
         )
 
     def _moved(self, tensor: torch.Tensor) -> Moved | None:

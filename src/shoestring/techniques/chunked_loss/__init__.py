@@ -83,14 +83,6 @@ class ChunkedLoss(Technique):
         why = "the loss is added up in parts of the classes"
         yield Claim(Level.ROUNDING, why, ("loss", "gradients", *MOVED))
 
-    def check_ranks(self, setup: Setup, kind: str) -> None:
-        """The weight of a head must be there until the loss is."""
-        if kind == "fsdp":
-            raise InputError(
-                "fsdp takes a head's weight away before the loss is computed from it",
-                hint="leave out chunked_loss, or parallel='ddp'",
-            )
-
     def predict(self, trace: Trace) -> Trace:
         """The report's accounting has no parts of an operation: nothing changes."""
         return trace

@@ -234,7 +234,7 @@ _METADATA = {
     *(
         getattr(_T, name).__get__
         for name in "shape dtype device layout ndim requires_grad is_leaf is_cuda is_cpu "
-        "is_meta is_sparse is_quantized is_mkldnn is_nested".split()
+        "is_meta is_sparse is_quantized is_mkldnn is_nested _base".split()
     ),
     _T.size, _T.dim, _T.numel, _T.is_floating_point, _T.is_complex, _T.__len__,
     _T.element_size, _T.nelement, _T.ndimension, _T.get_device,

@@ -25,15 +25,21 @@ _PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
 
 def head_weights(model: nn.Module) -> list[torch.Tensor]:
     """Matrices outside of the repeated blocks; tied ones may be an embedding's."""
-    blocks = frozenset(block_paths(model))
     found: dict[int, torch.Tensor] = {}
-    for path, module in model.named_modules():
-        if block_of(path, blocks) is not None:
-            continue
+    for module in _outside_blocks(model):
         for weight in (*module._parameters.values(), getattr(module, "weight", None)):
-            if isinstance(weight, torch.Tensor) and weight.dim() == 2 and weight.shape[0] > 1:
+            if weight is not None and _is_matrix(weight):
                 found[id(weight)] = weight
     return list(found.values())
+
+
+def _outside_blocks(model: nn.Module) -> list[nn.Module]:
+    blocks = frozenset(block_paths(model))
+    return [m for path, m in model.named_modules() if block_of(path, blocks) is None]
+
+
+def _is_matrix(weight: Any) -> bool:
+    return isinstance(weight, torch.Tensor) and weight.dim() == 2 and weight.shape[0] > 1
 
 
 def columns_for(weight: torch.Tensor, chosen: int | None) -> int:
@@ -45,17 +51,20 @@ class DeferredHeads:
     """The run of a step, in which linear functions of some weights return deferred logits."""
 
     def __init__(self, model: nn.Module, run: Run, columns: int | None) -> None:
-        self._model, self._run, self._columns = model, run, columns
+        self._run, self._columns = run, columns
         self._modules = list(model.modules())
         self.count = 0
         """Losses that were computed in parts."""
         self._told = False
-        self._refresh()
-
-    def _refresh(self) -> None:
-        weights = head_weights(self._model)
+        weights = head_weights(model)
         self._plain = {id(w) for w in weights if type(w) in _PLAIN}
         self._shapes = {w.shape for w in weights if type(w) not in _PLAIN}
+        self._places: dict[torch.Size, list[tuple[nn.Module, str]]] = {}
+        """Of parameters: ranks that split a model put whole ones there while it runs."""
+        for module in _outside_blocks(model):
+            for name, weight in module._parameters.items():
+                if weight is not None and _is_matrix(weight) and type(weight) in _PLAIN:
+                    self._places.setdefault(weight.shape, []).append((module, name))
 
     def __call__(self, batch: Any) -> torch.Tensor:
         """The loss."""
@@ -99,9 +108,10 @@ class DeferredHeads:
             F.linear = plain
 
     def _is_head(self, input: Any, weight: Any) -> bool:
-        known = id(weight) in self._plain or (
-            type(weight) not in _PLAIN and getattr(weight, "shape", None) in self._shapes
-        )
+        shape = getattr(weight, "shape", None)
+        known = id(weight) in self._plain or (type(weight) not in _PLAIN and shape in self._shapes)
+        if not known and shape in self._places:
+            known = any(m._parameters.get(name) is weight for m, name in self._places[shape])
         return (
             known
             and isinstance(input, torch.Tensor)

@@ -265,6 +265,14 @@ def _check_target(target: Tensor, classes: int, ignored: int) -> None:
         raise IndexError(f"Target {int(target[wrong][0])} is out of bounds.")
 
 
+def _register_hook(logits: DeferredLogits, hook: Any) -> Any:
+    """FSDP's hook wants to know when backward begins, not the gradient of the logits."""
+    owner, hidden = type(getattr(hook, "__self__", None)), logits.projection.hidden
+    if not owner.__module__.startswith("torch.distributed.fsdp") or not hidden.requires_grad:
+        return NotImplemented
+    return hidden.register_hook(hook)
+
+
 ROUTES.update(
     {
         F.cross_entropy: _cross_entropy,
@@ -273,6 +281,7 @@ ROUTES.update(
         _T.float: lambda logits: _cast(logits, torch.float32),
         _T.double: lambda logits: _cast(logits, torch.float64),
         _T.to: _to,
+        _T.register_hook: _register_hook,
         _T.contiguous: _contiguous,
         **dict.fromkeys((_T.view, _T.reshape, torch.reshape), _view),
         **dict.fromkeys((_T.flatten, torch.flatten), _flatten),

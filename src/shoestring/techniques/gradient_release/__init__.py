@@ -135,11 +135,11 @@ class GradientRelease(Technique):
         )
 
     def check_ranks(self, setup: Setup, kind: str) -> None:
-        """Ranks add gradients up before the update."""
-        if self.wanted:
+        """Ranks add whole gradients, not parts of them."""
+        if self.wanted and can_fold(setup.optimizer, self.fold):
             raise InputError(
-                f"{kind} adds gradients up when all are there, and released ones are gone",
-                hint="leave out gradient_release",
+                "ranks add up gradients of the whole batch, and folded ones are gone before",
+                hint="GradientRelease(fold=False)",
             )
 
     def check(self, setup: Setup) -> None:

@@ -30,14 +30,3 @@ def taken_back(setup: Setup) -> Iterator[None]:
                 buffer.copy_(before)
             for noise, counter in zip(noises, counters, strict=True):
                 noise.counter.copy_(counter)
-
-
-def total_norm(norms: list[torch.Tensor], kind: float) -> torch.Tensor:
-    """Of all gradients from the norm of each, as `torch.nn.utils.get_total_norm` adds them up."""
-    if not norms:
-        return torch.tensor(0.0)
-    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for norm in norms:
-        groups.setdefault((norm.device, norm.dtype), []).append(norm)
-    together = [norm.to(norms[0].device) for group in groups.values() for norm in group]
-    return torch.linalg.vector_norm(torch.stack(together), kind)

@@ -27,11 +27,11 @@ import torch
 from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_
 
 from ...errors import InputError
-from ..base import Setup
+from ..base import Setup, total_norm
 from ..parameter_hooks import when_accumulated
 from ..splitting.weights import weighted_loss
 from .folding import fold_adam, fold_momentum, folds
-from .rehearsal import taken_back, total_norm
+from .rehearsal import taken_back
 
 EACH = "each_parameter"
 """An attribute of hooks of an optimizer's step that may be called for one parameter at a time."""
@@ -44,7 +44,6 @@ class Release:
         self._setup = weakref.ref(setup)  # hooks hold this, and are held by the model
         self._update, self._split = setup.update, setup.split
         self._wanted = fold
-        self.fold = folds(setup, fold)
         self._norms: dict[torch.Tensor, torch.Tensor] | None = None
         """Of gradients, while the passes run for them alone."""
         self._waits = False
@@ -62,11 +61,13 @@ class Release:
         """As they are now: loading a state replaces groups, and parameters may come to them."""
         groups = setup.optimizer.param_groups
         self._groups = {p: group for group in groups for p in group["params"]}
-        self.fold = folds(setup, self._wanted)
+        arrivals = setup.arrivals
+        self.fold = arrivals is None and folds(setup, self._wanted)  # ranks add whole gradients
         for parameter in self._groups:
             if parameter.requires_grad and parameter not in self._hooked:
                 self._hooked.add(parameter)
-                setup.undo.append(when_accumulated(parameter, self._take).remove)
+                watched = parameter if arrivals is None else arrivals.watched(parameter)
+                setup.undo.append(when_accumulated(watched, self._take).remove)
 
     @property
     def _optimizer(self) -> torch.optim.Optimizer:
@@ -84,6 +85,8 @@ class Release:
         assert setup is not None
         self._look_at_groups(setup)
         setup.norm, clip = None, setup.clip
+        if setup.arrivals is not None:
+            setup.arrivals.begin()
         parts = iter(self._split(batch))
         finished = False
         try:
@@ -91,9 +94,13 @@ class Release:
             while ahead is not None:
                 here, ahead = ahead, next(parts, None)
                 self._last = ahead is None
+                setup.part_begins(self._last)
                 if self._first:
-                    self._waits = clip is not None and not self._last
-                    if clip is not None and self._last and clip.norm is not None:
+                    several = not self._last
+                    if clip is not None and setup.arrivals is not None:
+                        several = setup.arrivals.anywhere(several)
+                    self._waits = clip is not None and several
+                    if clip is not None and not several and clip.norm is not None:
                         self._find_norm(setup, here)
                 yield here
                 self._first = False
@@ -108,13 +115,18 @@ class Release:
 
     def _find_norm(self, setup: Setup, part: tuple[Any, Any]) -> None:
         """Run the passes for the norm of all gradients; nothing else is left of them."""
-        self._norms = {}
+        self._norms, arrivals = {}, setup.arrivals
         try:
             with taken_back(setup):
                 setup.backward(weighted_loss(setup.run(part[0]), part[1]))
-                for parameter in setup.model.parameters():  # that the optimizer does not hold
+                held = setup.model.parameters() if arrivals is None else arrivals.rest()
+                for parameter in held:  # that the optimizer does not hold, too
                     if parameter.grad is not None:
                         self._note_norm(parameter, setup.clip.norm_type)
+            if arrivals is not None:
+                setup.norm = arrivals.norm(self._norms, setup.clip.norm_type)
+                arrivals.begin()
+                return
             order = [p for p in setup.model.parameters() if p in self._norms]
             setup.norm = total_norm([self._norms[p] for p in order], setup.clip.norm_type)
         finally:
@@ -143,11 +155,18 @@ class Release:
             )
 
     @torch.no_grad()
-    def _take(self, parameter: torch.Tensor) -> None:
-        if not self._active or parameter.grad is None or self._waits:
+    def _take(self, watched: torch.Tensor) -> None:
+        if not self._active or watched.grad is None or self._waits:
             return
         setup = self._setup()
         assert setup is not None
+        if setup.arrivals is None:
+            self._final(setup, watched)
+        elif self._last:
+            for parameter in setup.arrivals.arrived(watched):
+                self._final(setup, parameter)
+
+    def _final(self, setup: Setup, parameter: torch.Tensor) -> None:
         if self._norms is not None:
             self._note_norm(parameter, setup.clip.norm_type)
             return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -147,14 +147,6 @@ class Offload(Technique):
         chosen = which_move([_elements(p) for p in large], self.share)
         return [p for number, p in enumerate(large) if number in chosen]
 
-    def check_ranks(self, setup: Setup, kind: str) -> None:
-        """A part of a split tensor has no place of its own."""
-        if kind == "fsdp":
-            raise InputError(
-                "fsdp cannot keep optimizer state on the host this way",
-                hint="leave out offload, or parallel='ddp'",
-            )
-
     def check(self, setup: Setup) -> None:
         """Only optimizers that treat every parameter alone, and whose step is theirs."""
         name = type(setup.optimizer).__name__
@@ -222,9 +214,11 @@ class Offload(Technique):
 class _OnHost(Meaning):
     """State as the plain optimizer has it: beside its parameter."""
 
-    def state(self, parameter: torch.Tensor, key: str, held: torch.Tensor) -> torch.Tensor | None:
+    def state(
+        self, like: torch.Tensor, key: str, held: torch.Tensor, beside: Mapping[str, Any]
+    ) -> torch.Tensor | None:
         """On the parameter's device."""
-        return held.to(parameter.device) if held.dim() else held
+        return held.to(like.device) if held.dim() else held
 
 
 def _held(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -10,6 +10,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from ...errors import first_line
 from ...trace.places import is_elsewhere
 from ...units import format_size
 from ..host import offloaded, pinned_bytes
+from ..optimizers import whole_elements
 
 Entries = dict[str, Any]
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -185,7 +187,8 @@ class OffloadedState(defaultdict[torch.Tensor, Entries]):
 
     def __setitem__(self, parameter: torch.Tensor, entries: Entries) -> None:
         if not isinstance(entries, OffloadedEntries):
-            store = _unmoved if parameter in self.kept else self._store
+            of_whole = parameter.numel() / max(whole_elements(parameter), 1)
+            store = _unmoved if parameter in self.kept else partial(self._store, of_whole)
             entries = OffloadedEntries(store, entries)
         super().__setitem__(parameter, entries)
 
@@ -212,14 +215,16 @@ class OffloadedState(defaultdict[torch.Tensor, Entries]):
             with suppress(OSError):  # it moves tensor by tensor, then
                 self.entries(parameter).pack()
 
-    def moves(self, value: Any) -> bool:
-        """Whether it belongs on the host."""
+    def moves(self, value: Any, of_whole: float = 1.0) -> bool:
+        """Whether it belongs on the host; `of_whole` of its parameter is held here."""
         return (
-            isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() >= self._smallest
+            isinstance(value, torch.Tensor)
+            and value.dim() > 0
+            and value.numel() >= of_whole * self._smallest
         )
 
-    def _store(self, value: Any) -> Any:
-        if not self.moves(value) or is_elsewhere(value):
+    def _store(self, of_whole: float, value: Any) -> Any:
+        if not self.moves(value, of_whole) or is_elsewhere(value):
             return value
         return self.place(value, pinned=value.is_cuda)
 

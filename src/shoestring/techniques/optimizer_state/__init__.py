@@ -136,14 +136,6 @@ class OptimizerState(Technique):
             ),
         )
 
-    def check_ranks(self, setup: Setup, kind: str) -> None:
-        """A row of a split tensor has no blocks of its own."""
-        if kind == "fsdp":
-            raise InputError(
-                f"fsdp cannot split optimizer state in {self.bits} bits",
-                hint="leave out optimizer_state, or parallel='ddp'",
-            )
-
     def check(self, setup: Setup) -> None:
         """Only optimizers whose arithmetic is known."""
         optimizer = setup.optimizer
@@ -183,7 +175,7 @@ class OptimizerState(Technique):
 
         def meant(parameter: torch.Tensor, key: str, value: Any) -> Any:
             for meaning in meanings if isinstance(value, torch.Tensor) else ():
-                value = meaning.state(parameter, key, value)
+                value = meaning.state(parameter, key, value, optimizer.state[parameter])
             return value
 
         setup.undo.append(CodedState(optimizer, self._codes).convert_state(meant))
@@ -191,7 +183,7 @@ class OptimizerState(Technique):
         setup.update, setup.update_on_device = update, True
         setup.rates_on_device = lambda: True
         setup.state[self.name] = _StateBits(self.bits, noise)
-        setup.meanings.append(CodedMoments(optimizer, self._codes))
+        setup.meanings.append(CodedMoments(self._codes))
 
     @property
     def _codes(self) -> MomentCodes:

@@ -9,6 +9,7 @@ Elements are in the order of the parameter's memory.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from ...kernels.codes import blocks_of, code_bytes, decode, encode, state_bytes
 from ...trace.cuda import is_dense
 from ..base import Meaning
+from ..optimizers import whole_elements
 
 SCALE = "_scale"
 SIGNED = {"exp_avg": True, "momentum_buffer": True, "exp_avg_sq": False}
@@ -41,7 +43,7 @@ class MomentCodes:
     def make(self, state: dict[str, Any], key: str, parameter: torch.Tensor) -> None:
         """A moment of zeros."""
         elements, device = parameter.numel(), parameter.device
-        if not self.quantizes(elements):
+        if not self.quantizes(whole_elements(parameter)):
             wide = torch.promote_types(parameter.dtype, torch.float32)
             state[key] = dense_like(parameter, wide).zero_()
             return
@@ -70,7 +72,7 @@ class MomentCodes:
         state[key + SCALE].copy_(scale)
 
     @torch.no_grad()
-    def read(self, state: dict[str, Any], key: str, parameter: torch.Tensor) -> torch.Tensor:
+    def read(self, state: Mapping[str, Any], key: str, parameter: torch.Tensor) -> torch.Tensor:
         """A moment as it is meant, in the parameter's shape."""
         if key + SCALE not in state:
             held: torch.Tensor = state[key]
@@ -85,15 +87,16 @@ class MomentCodes:
 class CodedMoments(Meaning):
     """State in codes, as it is meant."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, codes: MomentCodes) -> None:
-        self._optimizer, self._codes = optimizer, codes
+    def __init__(self, codes: MomentCodes) -> None:
+        self._codes = codes
 
-    def state(self, parameter: torch.Tensor, key: str, held: torch.Tensor) -> torch.Tensor | None:
+    def state(
+        self, like: torch.Tensor, key: str, held: torch.Tensor, beside: Mapping[str, Any]
+    ) -> torch.Tensor | None:
         """Decoded; scales are not state of plain training."""
-        state = self._optimizer.state[parameter]
         if key.removesuffix(SCALE) in SIGNED and key.endswith(SCALE):
             return None
-        return self._codes.read(state, key, parameter) if key in SIGNED else held
+        return self._codes.read(beside, key, like) if key in SIGNED else held
 
 
 def flat_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -123,14 +123,12 @@ class Precision(Technique):
         if not self.is_neutral:
             yield Claim(Level.NEAR, f"{self.kind} rounds")
 
-    def check_ranks(self, setup: Setup, kind: str) -> None:
-        """Of scaled state, what a row means depends on the others of its block."""
-        optimizer = type(setup.optimizer)
-        if kind == "fsdp" and not self.is_neutral and optimizer is not torch.optim.SGD:
-            raise InputError(
-                f"fsdp cannot split the scaled 16-bit state of {optimizer.__name__}",
-                hint="SGD, fp32, or parallel='ddp'",
-            )
+    def on_ranks(self, setup: Setup, kind: str) -> None:
+        """Ranks with other rows draw other numbers of bits, and go on at the same place."""
+        state = setup.state.get(self.name)
+        if kind == "fsdp" and isinstance(state, PrecisionState):
+            state.noise.skip()
+            setup.after_update.append(state.noise.skip)
 
     def predict(self, trace: Trace) -> Trace:
         """Floating-point values and parameters change their type; `fp32` changes nothing."""
@@ -185,7 +183,7 @@ class Precision(Technique):
         setup.state[self.name] = PrecisionState(scale, noise)
         setup.loss_scale, setup.update_on_device = scale, True
         setup.rates_on_device = _rates_on_device(setup.optimizer, target, rounding)
-        setup.meanings.append(ScaledMoments(setup.optimizer))
+        setup.meanings.append(ScaledMoments(update.elements))
         lean_batch_norm(setup)
         _run_in(target, setup, scale)
 

@@ -10,6 +10,7 @@ it, and that must lose nothing.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ import torch
 from ...kernels.rounding import Noise
 from ...torch_private.kernels import foreach_copy_, foreach_mul_, foreach_norm
 from ..base import Meaning
-from .blocks import Flat, UpdateBlock, block_elements, cut, gather
+from .blocks import Flat, UpdateBlock, cut, gather
 
 SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta"})
 SUFFIX = "_exponent"
@@ -90,19 +91,19 @@ class MomentStorage:
 class ScaledMoments(Meaning):
     """State that is stored times powers of two, second moments as roots, as it is meant."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
+    def __init__(self, elements: int) -> None:
+        self._elements = elements
 
-    def state(self, parameter: torch.Tensor, key: str, held: torch.Tensor) -> torch.Tensor | None:
+    def state(
+        self, like: torch.Tensor, key: str, held: torch.Tensor, beside: Mapping[str, Any]
+    ) -> torch.Tensor | None:
         """In FP32; the exponents are not state of plain training."""
-        state = self._optimizer.state[parameter]
         if key.endswith(SUFFIX):
             return None
-        if key + SUFFIX not in state:
+        if key + SUFFIX not in beside:
             return held
-        exponents, meant = state[key + SUFFIX], held.float()
-        total = sum(p.numel() for group in self._optimizer.param_groups for p in group["params"])
-        rows = [...] if exponents.numel() == 1 else cut(held, block_elements(total))
+        exponents, meant = beside[key + SUFFIX], held.float()
+        rows = [...] if exponents.numel() == 1 else cut(held, self._elements)
         for part, scale in zip(rows, power_of_two(-exponents), strict=True):
             meant[part] *= scale
         return meant.square() if key in SQUARES else meant

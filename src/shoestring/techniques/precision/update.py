@@ -68,7 +68,8 @@ class NarrowUpdate:
         scaled = scaled_moments and not isinstance(optimizer, SGD)
         self._storage = MomentStorage(noise if scaled or stochastic else None, scaled=scaled)
         held = [p for group in optimizer.param_groups for p in group["params"]]
-        self._elements = block_elements(sum(p.numel() for p in held))
+        self.elements = block_elements(sum(p.numel() for p in held))
+        """Of a block; the same where ranks split what the optimizer holds."""
         self._elementwise = type(optimizer) in ELEMENTWISE
         self._reference = reference_copy(optimizer)
 
@@ -199,7 +200,7 @@ class NarrowUpdate:
         return made
 
     def _rows(self, parameter: torch.Tensor) -> list[Rows]:
-        return cut(parameter, self._elements) if self._elementwise else [...]
+        return cut(parameter, self.elements) if self._elementwise else [...]
 
     def _blocks(self, work: Gradients) -> list[UpdateBlock]:
         listed = []
@@ -211,7 +212,7 @@ class NarrowUpdate:
                 if is_moment(key, value) and value.shape == parameter.shape and SUFFIX not in key
             )
             listed.append((group, keys, parameter, self._rows(parameter)))
-        return list(blocks(listed, self._elements if self._elementwise else 0))
+        return list(blocks(listed, self.elements if self._elementwise else 0))
 
     def _can_fuse(self, work: Gradients) -> bool:
         return (
