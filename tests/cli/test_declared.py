@@ -1,4 +1,4 @@
-"""`--help` and completion are quick: they know the techniques' flags without importing PyTorch."""
+"""Help, completion and hints are quick: they know the flags without importing PyTorch."""
 
 import ast
 import os
@@ -45,3 +45,12 @@ print(len(verbs), sorted(heavy), file=sys.stderr)
     number, _, heavy = done.stderr.strip().partition(" ")
     assert int(number) >= 10 and heavy == "[]"
     assert "--checkpoint" in done.stdout
+
+
+@pytest.mark.parametrize(("words", "hint"), [(["prfile", "x"], ""), (["profile"], " profile")])
+def test_the_hint_names_the_command_however_it_was_called(words, hint):
+    done = subprocess.run(
+        [sys.executable, "-m", "shoestring", *words], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == f"hint: see shoestring{hint} --help"

@@ -86,9 +86,7 @@ def _moved(before: Held, after: Held) -> bool:
     return False
 
 
-def assigned(
-    model: nn.Module, before: Iterable[dict[str, Any]]
-) -> dict[tuple[str, str], Any]:
+def assigned(model: nn.Module, before: Iterable[dict[str, Any]]) -> dict[tuple[str, str], Any]:
     """Objects that a pass assigned to attributes, by path and name; numbers and text left out."""
     return {
         (path, name): value
