@@ -490,7 +490,7 @@ def main() -> NoReturn:
         if kind == "Abort":
             _fail("stopped", 130)
         if hasattr(error, "format_message"):
-            at = getattr(error, "ctx", None)
+            at: Any = getattr(error, "ctx", None)
             of = f" {at.info_name}" if getattr(at, "parent", None) else ""  # the verb, if known
             wrong = InputError(_usage_message(error), hint=f"see shoestring{of} --help")
             _fail(render(wrong), 2)
