@@ -54,3 +54,24 @@ def test_the_hint_names_the_command_however_it_was_called(words, hint):
     )
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1] == f"hint: see shoestring{hint} --help"
+
+
+@pytest.mark.parametrize(
+    ("typed", "completed"),
+    [("shoestring pro", "profile"), ("shoestring plan --budget-", "--budget-of")],
+)
+def test_the_shell_completes_verbs_and_options(typed, completed):
+    asked = {"_SHOESTRING_COMPLETE": "complete_bash", "COMP_WORDS": typed}
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import sys; sys.argv = ['shoestring']; from shoestring.cli.main import main; main()",
+        ],
+        env={**os.environ, **asked, "COMP_CWORD": str(len(typed.split()) - 1)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [completed] and not done.stderr

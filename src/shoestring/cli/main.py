@@ -471,6 +471,8 @@ def main() -> NoReturn:
     except KeyboardInterrupt:
         _fail("stopped", 130)
     except SystemExit as error:  # ours come below: this is a module that somebody imported
+        if "_SHOESTRING_COMPLETE" in os.environ:  # or the shell asked for completions
+            raise
         if isinstance(error.__context__, BrokenPipeError):  # whoever read the output has left
             sys.exit(1)
         wrong = InputError(f"something that was imported ended the program: exit({error.code!r})")
