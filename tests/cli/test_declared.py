@@ -75,3 +75,16 @@ def test_the_shell_completes_verbs_and_options(typed, completed):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [completed] and not done.stderr
+
+
+def test_completion_is_set_up(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys; sys.argv[0] = 'shoestring'; from shoestring.cli.main "
+         "import main; main()", "--install-completion", "bash"],
+        env={**os.environ, "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0 and not done.stderr
+    assert "_SHOESTRING_COMPLETE" in next(tmp_path.rglob("shoestring.sh")).read_text()

@@ -471,10 +471,10 @@ def main() -> NoReturn:
     except KeyboardInterrupt:
         _fail("stopped", 130)
     except SystemExit as error:  # ours come below: this is a module that somebody imported
-        if "_SHOESTRING_COMPLETE" in os.environ:  # or the shell asked for completions
-            raise
         if isinstance(error.__context__, BrokenPipeError):  # whoever read the output has left
             sys.exit(1)
+        if _raised_in(error).startswith(("typer", "click")):  # completions were asked for or set up
+            raise
         wrong = InputError(f"something that was imported ended the program: exit({error.code!r})")
         _fail(render(wrong), wrong.exit_status)
     except OSError as error:  # a name that is too long, a folder that may not be read, a full disk
@@ -500,6 +500,14 @@ def main() -> NoReturn:
     if status == 130:  # Typer makes this of Ctrl-C
         _fail("stopped", 130)
     sys.exit(status or 0)
+
+
+def _raised_in(error: BaseException) -> str:
+    """The module that raised it."""
+    at = error.__traceback__
+    while at is not None and at.tb_next is not None:
+        at = at.tb_next
+    return "" if at is None else str(at.tb_frame.f_globals.get("__name__", ""))
 
 
 def _silent(_: logging.LogRecord) -> bool:
