@@ -77,7 +77,7 @@ def all_steps(graph: ForwardGraph, strategy: str) -> list[Step]:
         parts = cut_every(graph, int(strategy.removeprefix("every-")))
         walk.keep_what_enters(parts)
         for part in reversed(parts):
-            walk.run_again_for(part)
+            walk.recompute_for(part)
             walk.backward_through(part)
     else:
         star = strategy.endswith("*")
@@ -91,13 +91,13 @@ def all_steps(graph: ForwardGraph, strategy: str) -> list[Step]:
         for group in reversed(groups):
             whole = [n for block in group for n in block]
             if not star:
-                walk.run_again_for(whole)
+                walk.recompute_for(whole)
                 walk.backward_through(whole)
                 continue
             if len(group) > 1:
-                walk.run_again_for_block_inputs(group)
+                walk.recompute_for_block_inputs(group)
             for block in reversed(group):
-                walk.run_again_for(block, but_cheap=True)
+                walk.recompute_for(block, but_cheap=True)
                 walk.backward_through(block)
     return walk.steps
 
@@ -149,12 +149,12 @@ class Walk:
         for part in parts:
             self.keep(entering(part))
 
-    def run_again_for(self, part: list[Node], but_cheap: bool = False) -> None:
+    def recompute_for(self, part: list[Node], but_cheap: bool = False) -> None:
         """Have what the gradients of this part read and the part itself makes."""
         made = {k for node in part if not (but_cheap and node.cheap) for k in made_by(node)}
         self.bring({k for node in part for g in node.gradients for k in g.reads if k in made})
 
-    def run_again_for_block_inputs(self, group: list[list[Node]]) -> None:
+    def recompute_for_block_inputs(self, group: list[list[Node]]) -> None:
         """Have what passes from one block of the group to a later one, and nothing more."""
         made = {k for block in group for node in block for k in made_by(node)}
         before = set(self.on_hand)

@@ -473,6 +473,8 @@ def main() -> NoReturn:
     except SystemExit as error:  # ours come below: this is a module that somebody imported
         if isinstance(error.__context__, BrokenPipeError):  # whoever read the output has left
             sys.exit(1)
+        if _raised_in(error).startswith(("typer", "click")):  # completions were asked for or set up
+            raise
         wrong = InputError(f"something that was imported ended the program: exit({error.code!r})")
         _fail(render(wrong), wrong.exit_status)
     except OSError as error:  # a name that is too long, a folder that may not be read, a full disk
@@ -490,14 +492,22 @@ def main() -> NoReturn:
         if kind == "Abort":
             _fail("stopped", 130)
         if hasattr(error, "format_message"):
-            verb = getattr(getattr(error, "ctx", None), "info_name", None) or ""
-            of = "" if verb in ("", "shoestring") else f" {verb}"
+            at: Any = getattr(error, "ctx", None)
+            of = f" {at.info_name}" if getattr(at, "parent", None) else ""  # the verb, if known
             wrong = InputError(_usage_message(error), hint=f"see shoestring{of} --help")
             _fail(render(wrong), 2)
         raise
     if status == 130:  # Typer makes this of Ctrl-C
         _fail("stopped", 130)
     sys.exit(status or 0)
+
+
+def _raised_in(error: BaseException) -> str:
+    """The module that raised it."""
+    at = error.__traceback__
+    while at is not None and at.tb_next is not None:
+        at = at.tb_next
+    return "" if at is None else str(at.tb_frame.f_globals.get("__name__", ""))
 
 
 def _silent(_: logging.LogRecord) -> bool:

@@ -80,7 +80,7 @@ def _again(args: tuple[Any, ...]) -> tuple[Any, ...]:
     return x, weight, bias, batch.known(), settings
 
 
-normalize.cheap_to_run_again = _again  # type: ignore[attr-defined]
+normalize.cheap_to_recompute = _again  # type: ignore[attr-defined]
 
 
 class _Normalize(torch.autograd.Function):

@@ -1,12 +1,12 @@
-"""Random depth: a step whose course hangs on single random numbers is traced for its worst draw.
+"""Random depth: a step in which single random numbers decide what runs is traced at its worst.
 
     if torch.rand([]) < self.layerdrop: continue       skips a layer for low numbers
     if random.random() < self.survival: x = layer(x)   runs one for low numbers
     for layer in self.layers[: random.randint(1, 8)]   runs more for high ones
 
-How much memory such a step takes is another question every time. A budget must hold for all of
-them, so such a step is traced with all numbers low and all numbers high, and the trace that needs
-most is taken. Tensors of random numbers decide nothing and stay as they are.
+Such a step takes another amount of memory every time, and a budget must hold for all draws. So the
+step is traced with all numbers low and with all numbers high, and the larger trace is used. Tensors
+of random numbers decide nothing and stay as they are.
 """
 
 from __future__ import annotations

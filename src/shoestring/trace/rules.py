@@ -225,7 +225,7 @@ RULES: dict[str, Rule] = {
             "query": ("key", "query", "value", "output", "output.1"),
             "*": ("query", "value", "key", "output", "output.1"),
         },
-        "rows of the score matrix are computed again from q, k and the log-sum-exp",
+        "rows of the score matrix are recomputed from q, k and the log-sum-exp",
     ),
     "mkldnn_rnn_layer": Rule(
         {"*": ("input", "hx_", "cx_", "output", "bits")},

@@ -105,7 +105,7 @@ def test_a_chain_says_what_every_schedule_needs(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_what_runs_again_is_what_the_chain_counts() -> None:
+def test_the_step_recomputes_what_the_chain_counts() -> None:
     """To the product: the last of a block's do not run again."""
     known = builtin("wrn-16-1")
     model, batch = known.build(), known.batch(2)

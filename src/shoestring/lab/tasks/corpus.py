@@ -1,6 +1,6 @@
 """Aligned text: a folder of train, valid and test in two languages → pairs of lines, and remarks.
 
-Nothing is dropped in silence: what cannot be trained on is counted, and its first lines are named.
+Pairs that cannot be trained on are counted, and the numbers of their first lines are told.
 """
 
 from __future__ import annotations

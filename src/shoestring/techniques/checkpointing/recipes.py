@@ -265,7 +265,7 @@ class Recipes:
         in_place = bool(rest.pop("inplace", False))
         if in_place and (self._recipe(first) is None or not _is_whole(first)):
             return None  # what it overwrites could not be recomputed
-        second = getattr(func, "cheap_to_run_again", tuple)(args)
+        second = getattr(func, "cheap_to_recompute", tuple)(args)
         recipe = _Recipe(func, tuple(self._argument(a) for a in second), rest)
         device = first.device.type
         if device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
@@ -281,7 +281,7 @@ class Recipes:
             return False
         if not any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
             return False
-        cheap = func in CHEAP or hasattr(func, "cheap_to_run_again")
+        cheap = func in CHEAP or hasattr(func, "cheap_to_recompute")
         if self._every is None:
             widens = self._wide and func in WIDENING
             return cheap or widens or (func in ELEMENTWISE and self._costs_nothing(func, args))

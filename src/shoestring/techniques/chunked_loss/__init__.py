@@ -76,7 +76,7 @@ class ChunkedLoss(Technique):
         if context.accounting == "device" and any(
             _is_much(op, context.trace) for op in _losses(context.trace)
         ):
-            yield Offer(cls(), "logits in parts, computed again in the backward pass")
+            yield Offer(cls(), "logits in parts, recomputed in the backward pass")
 
     def claims(self, at: Circumstances) -> Iterable[Claim]:
         """Sums over the classes are added part by part."""

@@ -396,8 +396,8 @@ class _Trial:
     def _carried(self) -> str | None:
         """An attribute that holds a state by example: a part computes something else with it.
 
-        What a pass leaves in attributes mostly is a result that nobody reads. Buffers, counters and
-        lists that move are another question.
+        Most attributes that a pass sets are results that nobody reads. Buffers, counters and lists
+        are tested elsewhere.
         """
         draws, size = self._whole(self._batch)[1], self._examples // 2
         first, second = (cut(self._batch, n * size, (n + 1) * size) for n in (0, 1))
