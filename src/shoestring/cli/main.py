@@ -490,8 +490,8 @@ def main() -> NoReturn:
         if kind == "Abort":
             _fail("stopped", 130)
         if hasattr(error, "format_message"):
-            verb = getattr(getattr(error, "ctx", None), "info_name", None) or ""
-            of = "" if verb in ("", "shoestring") else f" {verb}"
+            at = getattr(error, "ctx", None)
+            of = f" {at.info_name}" if at is not None and at.parent is not None else ""
             wrong = InputError(_usage_message(error), hint=f"see shoestring{of} --help")
             _fail(render(wrong), 2)
         raise
