@@ -11,9 +11,10 @@ from ..errors import InputError
 from ..memory.model import ACCOUNTINGS, MemoryProfile, memory_profile
 from ..techniques.base import Technique
 from ..techniques.plan import Plan
+from ..trace.failures import check_trainable
 from ..trace.fakes import OptimizerLike
 from ..trace.split import examples_of
-from ..trace.tracing import Loss, check_trainable, trace_model
+from ..trace.tracing import Loss, trace_model
 from .trace_step import trace_plan
 
 Accounting = Literal["fundamental", "device"]

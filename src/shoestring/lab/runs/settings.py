@@ -16,7 +16,8 @@ from ..models import builtin
 from ...techniques.plan import Plan
 from ..target import build
 from ..tasks import ImageTask
-from ...trace.tracing import Loss, check_trainable
+from ...trace.failures import check_trainable
+from ...trace.tracing import Loss
 from .defaults import (Multipliers, base_name, learning_rate_at, defaults_for, rewiring_schedule)
 
 
