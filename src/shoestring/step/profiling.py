@@ -18,6 +18,7 @@ from ..trace.tracing import Loss, trace_model
 from .trace_step import trace_plan
 
 Accounting = Literal["fundamental", "device"]
+Device = Literal["cpu", "cuda"]
 
 
 def profile(
@@ -27,7 +28,7 @@ def profile(
     loss: Loss,
     optimizer: OptimizerLike = None,
     accounting: Accounting = "fundamental",
-    device: str | None = None,
+    device: Device | None = None,
     techniques: Plan | Iterable[Technique] = (),
 ) -> MemoryProfile:
     """Predict the memory of one training step of `loss(model, batch)`; nothing is allocated.
