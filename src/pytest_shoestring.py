@@ -10,7 +10,7 @@ as fast as before where nobody asks for it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -64,7 +64,7 @@ def peak() -> Callable[..., Peak]:
         *,
         loss: Any = None,
         optimizer: Any = "adamw",
-        device: str = "cuda",
+        device: Literal["cpu", "cuda"] = "cuda",
         techniques: Any = (),
         **how: Any,
     ) -> Peak:

@@ -22,12 +22,26 @@ from shoestring.techniques import registry
 
 ROOT = Path(__file__).parents[1]
 NAMES = re.findall(r"^::: shoestring\.(\w+)$", (ROOT / "docs" / "api.md").read_text(), re.M)
+CLASSES = {
+    node.name
+    for path in (ROOT / "src").rglob("*.py")
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    if isinstance(node, ast.ClassDef)
+} - {"Kind"}  # of `register`, a type variable
 FUNCTIONS = [n for n in ss.__all__ if inspect.isfunction(getattr(ss, n))]
 CLASSES = [n for n in ss.__all__ if inspect.isclass(getattr(ss, n))]
 
 
 def test_it_has_the_public_names_once_each():
     assert sorted(NAMES) == sorted(set(ss.__all__) - {"__version__"})
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_classes_it_takes_and_gives_are_public(name):
+    signature = inspect.signature(getattr(ss, name))
+    annotations = [p.annotation for p in signature.parameters.values()]
+    words = set(re.findall(r"\w+", " ".join(map(str, [*annotations, signature.return_annotation]))))
+    assert words & CLASSES <= set(ss.__all__)
 
 
 def test_there_are_functions():

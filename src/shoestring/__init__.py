@@ -26,6 +26,7 @@ from .version import __version__
 
 if TYPE_CHECKING:
     from .integrations.cards import CardFit, Cards, cards, will_it_fit
+    from .integrations.configurations import Configured
     from .integrations.explain import Effect, Explanation, explain
     from .memory.live.measure import Measurement, measure
     from .memory.model import MemoryProfile
@@ -72,6 +73,7 @@ __all__ = [
     "ChunkedLoss",
     "Clip",
     "Comparison",
+    "Configured",
     "Effect",
     "Explanation",
     "FrontPoint",
@@ -113,6 +115,7 @@ __all__ = [
 
 _PLACES = {
     "integrations.cards": ("CardFit", "Cards", "cards", "will_it_fit"),
+    "integrations.configurations": ("Configured",),
     "integrations.explain": ("Effect", "Explanation", "explain"),
     "memory.live.measure": ("Measurement", "measure"),
     "memory.model": ("MemoryProfile",),

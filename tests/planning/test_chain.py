@@ -11,8 +11,9 @@ import pytest
 
 from plan_optimality import random_instance
 from shoestring.memory.items import Item
+from shoestring.memory.work import Work
 from shoestring.techniques.checkpointing.solve import front, solve
-from shoestring.techniques.checkpointing.stages import Chain, evaluate, plain
+from shoestring.techniques.checkpointing.stages import Chain, Option, Stage, evaluate, plain
 from work import calls
 
 
@@ -99,6 +100,31 @@ def test_twice_as_many_blocks_are_twice_the_work() -> None:
     for few, many in zip(work[50], work[100], strict=True):
         assert many < 2.5 * few
     assert work[100][0] < 4e6 and work[100][1] < 4e5  # 1.6 s and 0.3 s on 2 cores
+
+
+def test_four_equal_blocks() -> None:
+    """The example of `solve.py`."""
+
+    def work(flops: int) -> Work:
+        return Work(flops=flops)
+
+    def stage(name: str, kept: int, in_backward: int, flops: int) -> Stage:
+        all_of_it = kept + in_backward
+        option = Option(kept, kept, all_of_it, all_of_it, work(flops), work(flops), work(2 * flops))
+        sizes = {"held_bytes": 1, "pass_bytes": 2, "gradient_bytes": 1} if kept else {}
+        return Stage(name, {"keep": option}, **sizes)
+
+    blocks = tuple(stage(str(i), 4, 2, 1) for i in range(4))
+    points = front(Chain(stage("head", 0, 0, 0), blocks, stage("tail", 0, 0, 0)))
+    one = ("keep",)
+    assert [(p.peak_bytes, p.cost, p.items) for p in points] == [
+        (7, 18, (((one, "keep"), "keep"), "keep")),
+        (8, 16, (one, (one, "keep"), "keep")),
+        (9, 15, (one, one, one, "keep")),
+        (11, 14, (("keep", "keep"), "keep", "keep")),
+        (15, 13, (one, "keep", "keep", "keep")),
+        (18, 12, ("keep",) * 4),
+    ]
 
 
 def test_a_front_falls_in_cost_as_memory_grows() -> None:

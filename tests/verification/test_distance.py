@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from shoestring.verification.distance import NEAR_MULTIPLE, RoundingNoise, distance
-from shoestring.verification.proof import _of_squares
+from shoestring.verification.near import of_squares
 
 
 def state(error: float) -> dict[tuple[str, str], torch.Tensor]:
@@ -35,7 +35,7 @@ def test_squares_may_differ_by_twice_what_gradients_may() -> None:
     gradients = {"a": torch.full((4,), 2.0)}
     near = {"gradients": RoundingNoise({"a": 0.04 * 4 / NEAR_MULTIPLE})}  # 4%
     held = {("a", "exp_avg_sq"): torch.full((4,), 3.0), ("a", "step"): torch.tensor(1.0)}
-    noise = _of_squares(held, gradients, near)
+    noise = of_squares(held, gradients, near)
     for error, within in ((0.08, True), (0.09, False)):
         found = {**held, ("a", "exp_avg_sq"): torch.full((4,), 3.0 * (1 + error))}
         assert distance(held, found, noise, NEAR_MULTIPLE).within is within

@@ -91,7 +91,8 @@ def cards(
         check_places(page=html)
         found = sized(
             model, tokens=2048 if tokens is None else tokens, batch=batch, optimizer=optimizer,
-            lora=lora, quantize=quantize, dtype=dtype, sizes=card, gpus=gpus, sharding=sharding,
+            lora=lora, quantize=quantize, dtype=dtype, sizes=card, gpus=gpus,
+            sharding=sharding,  # type: ignore[arg-type]
         )  # fmt: skip
         if html is not None:
             write(html, found.html().encode())
@@ -126,14 +127,16 @@ def explain(
             check_at_once(plan, 1 if batch is None else batch, "examples")
             found = explained(
                 Configured(model, batch=1 if batch is None else batch, **given),
-                optimizer=optimizer or "adamw", device=device, techniques=plan,
+                optimizer=optimizer or "adamw", techniques=plan,
+                device=device,  # type: ignore[arg-type]
             )  # fmt: skip
         else:
             target = resolve(model, input or (), batch=batch, loss=loss, how=how)
             check_at_once(plan, target.batch_size, target.batch_unit)
             found = explained(
-                target.model, target.batch, loss=target.loss, device=device, techniques=plan,
+                target.model, target.batch, loss=target.loss, techniques=plan,
                 optimizer=optimizer or target.optimizer,
+                device=device,  # type: ignore[arg-type]
             )  # fmt: skip
     typer.echo(json_line(found.as_dict())) if as_json else show(str(found))
 

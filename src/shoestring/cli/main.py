@@ -158,7 +158,7 @@ def profile(
             loss=target.loss,
             optimizer=None if name == "none" else name,
             accounting=accounting,  # type: ignore[arg-type]
-            device=device,
+            device=device,  # type: ignore[arg-type]
             techniques=at_once(chosen) if counted else chosen,
         )
     settings = {
@@ -181,7 +181,7 @@ def profile(
                     loss=whole.loss,
                     optimizer=None if name == "none" else name,
                     accounting=accounting,  # type: ignore[arg-type]
-                    device=device,
+                    device=device,  # type: ignore[arg-type]
                 )
         write_profile(html, settings, result, plain)
     if svg is not None:

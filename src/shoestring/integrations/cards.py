@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from ..devices import Card
 from ..devices import cards as known_cards
@@ -165,7 +165,7 @@ def cards(
     dtype: str | None = None,
     sizes: Iterable[int | str] | None = None,
     gpus: int = 1,
-    sharding: str = "fsdp",
+    sharding: Literal["ddp", "fsdp"] = "fsdp",
 ) -> Cards:
     """Say for each card whether the model trains on it, by which plan, and how large a batch.
 

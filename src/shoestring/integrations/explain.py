@@ -17,7 +17,7 @@ from torch import nn
 from ..errors import InputError, TraceError
 from ..html_table import caption
 from ..memory.model import MemoryProfile
-from ..step.profiling import profile
+from ..step.profiling import Device, profile
 from ..techniques.base import Technique
 from ..techniques.plan import Plan, from_flags
 from ..techniques.registry import flags
@@ -123,7 +123,7 @@ def explain(
     *,
     loss: Loss | None = None,
     optimizer: OptimizerLike = "adamw",
-    device: str | None = None,
+    device: Device | None = None,
     techniques: Plan | Iterable[Technique] = (),
     **how: Any,
 ) -> Explanation:

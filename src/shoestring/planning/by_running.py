@@ -28,10 +28,11 @@ from ..techniques.splitting.find import find_units
 from ..trace.attributes import held_by, moved_modules
 from ..trace.batches import tensors_of
 from ..trace.blocks import is_normalization
+from ..trace.failures import user_code
 from ..trace.fakes import OptimizerLike, is_fake, make_optimizer
 from ..trace.split import cut, examples_of
 from ..trace.streams import stream_states
-from ..trace.tracing import Loss, user_code
+from ..trace.tracing import Loss
 from ..trace.untouched import Untouched, as_it_was, hooks_of
 from ..units import format_size
 from .allow import Allowed

@@ -17,8 +17,9 @@ from ..step.setting_up import revisable
 from ..step.step import Step
 from ..techniques.splitting.find import find_units
 from ..torch_private.fake_tensors import FakeTensorMode
+from ..trace.failures import check_trainable
 from ..trace.fakes import check_optimizer, fake_batch, fake_model, make_optimizer
-from ..trace.tracing import Loss, check_trainable
+from ..trace.tracing import Loss
 from ..units import format_size, parse_size
 from .by_running import plan_by_running, untraced
 from .planner import MARGIN, Planner

@@ -29,11 +29,12 @@ from ..techniques.splitting import SplitFound
 from ..techniques.splitting.find import find_units
 from ..trace.batches import tensors_of
 from ..trace.blocks import is_normalization
+from ..trace.failures import check_trainable
 from ..trace.fakes import OptimizerLike, adds_to_the_step, make_optimizer
 from ..trace.graph import Trace
 from ..trace.positions import index_like
 from ..trace.split import examples_of
-from ..trace.tracing import Loss, check_trainable, trace_model
+from ..trace.tracing import Loss, trace_model
 from ..units import parse_size
 from .allow import Allowed
 from .batches import largest, plan_for_all, usual_elements

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Literal
 
 import torch
 from torch import nn
@@ -22,7 +23,7 @@ def apply(
     optimizer: torch.optim.Optimizer,
     *,
     loss: Loss,
-    parallel: str | Parallel | None = None,
+    parallel: Literal["ddp", "fsdp"] | Parallel | None = None,
     clip: float | Clip | None = None,
 ) -> Step:
     """Transform the model and optimizer in place and return the step that trains them.

@@ -11,12 +11,14 @@ from ..errors import InputError
 from ..memory.model import ACCOUNTINGS, MemoryProfile, memory_profile
 from ..techniques.base import Technique
 from ..techniques.plan import Plan
+from ..trace.failures import check_trainable
 from ..trace.fakes import OptimizerLike
 from ..trace.split import examples_of
-from ..trace.tracing import Loss, check_trainable, trace_model
+from ..trace.tracing import Loss, trace_model
 from .trace_step import trace_plan
 
 Accounting = Literal["fundamental", "device"]
+Device = Literal["cpu", "cuda"]
 
 
 def profile(
@@ -26,7 +28,7 @@ def profile(
     loss: Loss,
     optimizer: OptimizerLike = None,
     accounting: Accounting = "fundamental",
-    device: str | None = None,
+    device: Device | None = None,
     techniques: Plan | Iterable[Technique] = (),
 ) -> MemoryProfile:
     """Predict the memory of one training step of `loss(model, batch)`; nothing is allocated.

@@ -12,8 +12,9 @@ from torch import nn
 from ..errors import InputError
 from ..techniques.base import Run, Setup, Technique
 from ..techniques.plan import Plan
+from ..trace.failures import check_trainable
 from ..trace.fakes import adds_to_the_step, check_optimizer, unwrapped
-from ..trace.tracing import Loss, check_trainable
+from ..trace.tracing import Loss
 
 
 def prepare(

@@ -17,9 +17,10 @@ from ..techniques.base import Setup, Technique
 from ..techniques.plan import Plan
 from ..techniques.splitting.weights import weighted_loss
 from ..torch_private.autograd import forget_failed_backward
+from ..trace.failures import check_loss
 from ..trace.fakes import is_fake
 from ..trace.graph import Phase
-from ..trace.tracing import Loss, check_loss
+from ..trace.tracing import Loss
 from ..units import format_size, plural
 from .clipping import Clip, clip_gradients
 from .graph import GraphRunner, on_device, why_not

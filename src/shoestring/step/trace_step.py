@@ -23,6 +23,7 @@ from ..trace.batches import tensors_of
 from ..trace.compiled import uncompiled
 from ..trace.cuda import CudaKernels
 from ..trace.draws import at_worst
+from ..trace.failures import named_failures, other_model
 from ..trace.fakes import (
     OptimizerLike,
     default_to_foreach,
@@ -30,11 +31,12 @@ from ..trace.fakes import (
     fake_model,
     make_optimizer,
 )
+from ..trace.freezing import RecordedStep, freeze
 from ..trace.graph import Phase, Trace, live_bytes
 from ..trace.outside import Outside
 from ..trace.recorder import Recorder
 from ..trace.split import cut, examples_of
-from ..trace.tracing import Loss, RecordedStep, freeze, named_failures, other_model
+from ..trace.tracing import Loss
 from ..trace.untouched import nothing_changes
 from ..trace.values import forget_varied
 from .graph import not_capturable

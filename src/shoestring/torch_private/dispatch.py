@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import _disable_current_modes as without_modes
 make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
 
 
-class TracingMode(TorchDispatchMode):
-    """One that sees every operation, and is called without a detour.
+class OperationMode(TorchDispatchMode):
+    """A mode that sees every operation, and is called without a detour.
 
     PyTorch wraps modes so that they are never compiled, and passes through the wrapper with every
     operation. Under a mode torch.compile compiles nothing anyway: compiled functions run as they
@@ -34,8 +34,8 @@ def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
 __all__ = [
     "OpOverload",
     "OpOverloadPacket",
+    "OperationMode",
     "TorchDispatchMode",
-    "TracingMode",
     "function_modes",
     "inner_tensors",
     "make_wrapper_subclass",

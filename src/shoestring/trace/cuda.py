@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..torch_private.autograd import current_node, tensor_methods
 from ..torch_private.dispatch import (
-    TracingMode,
+    OperationMode,
     function_modes,
     without_innermost_function_mode,
 )
@@ -181,7 +181,7 @@ _IN_PLACE = {
 }
 
 
-class _Shapes(TracingMode):
+class _Shapes(OperationMode):
     """Give operators the results they have on CUDA, where fake tensors would have others."""
 
     def __init__(self) -> None:

@@ -12,7 +12,7 @@ from torch.optim.optimizer import (
 )
 
 from ..torch_private.autograd import current_node
-from ..torch_private.dispatch import TracingMode, without_modes
+from ..torch_private.dispatch import OperationMode, without_modes
 from ..torch_private.fake_tensors import FakeTensor, FakeTensorMode
 from ..torch_private.trees import tensor_leaves, tree_map
 from .answers import PACKS, Answers, Reads, given, is_question, writes_masked
@@ -34,7 +34,7 @@ which some subtract from one and divide by."""
 _LIFTS = (_aten.lift_fresh.default, _aten.lift_fresh_copy.default)
 
 
-class Outside(TracingMode):
+class Outside(OperationMode):
     """Entered right after the fake mode: keeps what is written and added to real tensors from them.
 
     The loss may use modules that are not the model's: a discriminator, a teacher. Their gradients

@@ -39,7 +39,7 @@ from torch.nn.modules.module import (
 
 from ..errors import TraceError
 from ..torch_private.autograd import DisableTorchFunction, current_node, last_sequence_number
-from ..torch_private.dispatch import TracingMode
+from ..torch_private.dispatch import OperationMode
 from ..torch_private.fake_tensors import FakeTensor
 from ..torch_private.storages import suggest_memory_format
 from ..torch_private.trees import tensor_leaves
@@ -84,7 +84,7 @@ class ValueRecord:
 
 
 @dataclass
-class Recorder(TracingMode):
+class Recorder(OperationMode):
     """A dispatch mode that writes down operations and the lives of storages."""
 
     ops: list[Op] = field(default_factory=list)

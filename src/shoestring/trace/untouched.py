@@ -26,7 +26,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..errors import InputError
-from ..torch_private.dispatch import TracingMode, without_modes
+from ..torch_private.dispatch import OperationMode, without_modes
 from ..torch_private.fake_tensors import FakeTensor
 from ..torch_private.trees import tensor_leaves
 from .attributes import held_by, put_back
@@ -103,7 +103,7 @@ def _put_back_optimizer(optimizer: Any, held: Any) -> None:
         group.update(content)
 
 
-class Untouched(TracingMode):
+class Untouched(OperationMode):
     """Copies what is there before it is written, and puts it back on leaving.
 
     `ours` are models and tensors of the trial itself, which may change.
@@ -194,7 +194,7 @@ def _key(tensor: torch.Tensor) -> int | None:
         return None
 
 
-class NotWritten(TracingMode):
+class NotWritten(OperationMode):
     """Within: an operation that would write to one of these storages raises InputError instead."""
 
     def __init__(self, storages: Collection[int]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..torch_private.dispatch import TracingMode
+from ..torch_private.dispatch import OperationMode
 from ..torch_private.trees import tensor_leaves, tree_map
 from .batches import map_tensors
 
@@ -46,7 +46,7 @@ def wide_batch(batch: Any) -> Any:
     return map_tensors(widened, batch)
 
 
-class Wide(TracingMode):
+class Wide(OperationMode):
     """Types that a model asks for become FP64, and so do tensors that others hold."""
 
     narrowed: str | None = None

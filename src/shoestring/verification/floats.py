@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..torch_private.dispatch import TracingMode
+from ..torch_private.dispatch import OperationMode
 from ..torch_private.trees import tensor_leaves
 
 
@@ -20,7 +20,7 @@ def computed_kinds(run: Callable[[], Any]) -> set[torch.dtype]:
     return seen.kinds
 
 
-class _Seen(TracingMode):
+class _Seen(OperationMode):
     def __init__(self) -> None:
         super().__init__()
         self.kinds: set[torch.dtype] = set()

@@ -9,7 +9,7 @@ import torch
 
 from ..errors import InputError
 from ..torch_private.autograd import runs_backward
-from ..torch_private.dispatch import TracingMode
+from ..torch_private.dispatch import OperationMode
 from ..torch_private.trees import tensor_leaves
 from .distance import RoundingNoise
 from .sides import Plain, Trained
@@ -21,7 +21,7 @@ _LEAST_EXPONENT = {"fp16": -13}
 """Of FP16's normal numbers, as `frexp` has it: smaller ones have fewer bits. BF16 has FP32's."""
 
 
-class Rounded(TracingMode):
+class Rounded(OperationMode):
     """Rounds what every operation makes to so many bits, and overflows nowhere.
 
     Small numbers of FP16 lose bits in the passes, in the backward pass after they were multiplied

@@ -21,11 +21,12 @@ from ..techniques.plan import Plan
 from ..techniques.splitting.draws import Draw, Drawn, Slices
 from ..techniques.splitting.units import weights
 from ..trace.batches import map_tensors, tensors_of
+from ..trace.failures import other_model, user_code
 from ..trace.fakes import make_optimizer
 from ..trace.hooked import copy_gradient_hooks
 from ..trace.split import cut, examples_of
 from ..trace.streams import stream_states
-from ..trace.tracing import Loss, other_model, user_code
+from ..trace.tracing import Loss
 from ..trace.wide import staying_wide, wide_batch, widened
 
 Optimizer = torch.optim.Optimizer

@@ -26,7 +26,8 @@ from ..trace.untouched import hooks_of
 from .certificate import Certificate, Comparison
 from .floats import whole_fp32
 from .other import Against
-from .proof import Proof, prove
+from .pair import Pair
+from .proof import prove
 from .sides import Optimizer, Plain
 
 
@@ -96,7 +97,7 @@ def verify(
 
 
 def _with_peak(
-    made: Proof,
+    made: Pair,
     rows: tuple[Comparison, ...],
     model: nn.Module,
     optimizer: Optimizer,

@@ -16,7 +16,8 @@ from ..models import builtin
 from ...techniques.plan import Plan
 from ..target import build
 from ..tasks import ImageTask
-from ...trace.tracing import Loss, check_trainable
+from ...trace.failures import check_trainable
+from ...trace.tracing import Loss
 from .defaults import (Multipliers, base_name, learning_rate_at, defaults_for, rewiring_schedule)
 
 
@@ -72,9 +73,13 @@ class AnySettings:
         mine = self.as_dict()
         for name in {**mine, **other}:
             if mine.get(name) != other.get(name):
+                hint = "resume with the settings it began with, or start in another folder"
+                if name == "plan":  # earlier versions made others of the same flags
+                    hint = "write settings.plan of its records' first line to plan.json, and give "
+                    hint += "--plan plan.json in place of technique flags"
                 raise InputError(
                     f"the run has {name.replace('_', ' ')} {other.get(name)}, not {mine.get(name)}",
-                    hint="resume with the settings it began with, or start in another folder",
+                    hint=hint,
                 )
 
 

@@ -23,7 +23,8 @@ from ..tasks.bpe import PADDING, Vocabulary
 from ..tasks.corpus import joined
 from ..tasks.prepared import read_vocabularies, write_vocabularies
 from ..tasks.token_batches import TextFeed, target_tokens
-from ...trace.tracing import Loss, check_trainable
+from ...trace.failures import check_trainable
+from ...trace.tracing import Loss
 from .average import averaged_model
 from ...step.distributed import add_over_ranks
 from ...step.group import rank, ranks

@@ -13,6 +13,7 @@ from torch import nn
 
 from ...errors import InputError
 from ...trace.batches import check_layouts, tensors_of
+from ...trace.failures import check_loss, user_code
 from ...trace.fakes import (
     check_optimizer,
     make_optimizer,
@@ -20,9 +21,10 @@ from ...trace.fakes import (
     span,
     unwrapped,
 )
+from ...trace.freezing import role_by_life
 from ...trace.graph import Phase, Role
 from ...trace.recorder import Recorder
-from ...trace.tracing import Loss, check_loss, role_by_life, user_code
+from ...trace.tracing import Loss
 from ...trace.untouched import Untouched, hooks_of
 from ..cpu.scratch import scratch_bytes
 

@@ -6,6 +6,21 @@ up while backward goes, and that running a region again stops at the last tensor
 Memory is cut into slots, and what is found is then evaluated exactly, so that rounding never makes
 a schedule pass its budget.
 
+Example, four equal blocks: each keeps 4 bytes, of them 1 for its output; its forward pass costs 1
+and holds 2 if it keeps nothing, its backward pass costs 2 and holds 2 more than was kept:
+
+    bytes  cost   schedule
+    18     12     keep, keep, keep, keep               4 · 4 kept, 2 in the last backward pass
+    15     13     [keep], keep, keep, keep             block 1 keeps its output alone, runs twice
+    11     14     [keep, keep], keep, keep
+     9     15     [keep], [keep], [keep], keep
+     8     16     [keep], [[keep], keep], keep         a region inside of a region
+     7     18     [[[keep], keep], keep], keep
+
+`solve` reads one line of this, the last that fits; `front` all of them. The table is filled from
+parts of one stage to the whole chain: a part begins with a leaf (the rest has less memory) or with
+a region (its forward pass now, the rest, and then the region as a part of its own).
+
 The chain, its stages and the evaluation of schedules are in `stages.py`; `block_chain.py` makes
 the chain of a model.
 """

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ...torch_private.dispatch import TracingMode
+from ...torch_private.dispatch import OperationMode
 
 _ALONG = frozenset(
     "index_select index_add index_copy index_fill gather scatter scatter_add scatter_reduce".split()
@@ -19,7 +19,7 @@ _ALONG = frozenset(
 _LISTS = frozenset("index index_put _index_put_impl _unsafe_index".split())
 
 
-class InBounds(TracingMode):
+class InBounds(OperationMode):
     """Looks at every position before a kernel does."""
 
     def __torch_dispatch__(

@@ -16,7 +16,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...torch_private.autograd import runs_backward
-from ...torch_private.dispatch import TracingMode
+from ...torch_private.dispatch import OperationMode
 from ...torch_private.trees import tensor_leaves
 
 _aten = torch.ops.aten
@@ -39,7 +39,7 @@ class Draw:
     """Of whole numbers."""
 
 
-class _Random(TracingMode):
+class _Random(OperationMode):
     """Sees every operation that draws."""
 
     def __init__(self) -> None:

@@ -1,0 +1,136 @@
+"""Bounds of 16 bits: how far a plan that claims "near" may be from plain training.
+
+A plan in bf16 differs from plain training by far more than FP32's rounding. How much is right for
+this very step is measured: plain training is emulated with every result rounded to 16 bits, and
+its distance from FP64 is the noise that the plan may have, too. Four things widen it:
+
+    parts that are added up      a loop over the plan's parts, emulated as well
+    Adam and its like            a move of each parameter, where its gradient is mostly rounding
+    squares of gradients         (1 + e)² - 1 for a gradient within e
+    bounds of techniques         as they state them
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..techniques.claims import Level
+from .distance import GAIN, NEAR_MULTIPLE, NEAR_SPREAD, RoundingNoise, gain
+from .noise import EPSILON, noises, trained_in_16_bits
+from .pair import Pair, runs_in_parts
+from .sides import Trained, plain_name
+
+
+class NearBounds:
+    """Of one pair."""
+
+    def __init__(self, pair: Pair) -> None:
+        self._pair = pair
+        self._in_16_bits: Trained | None = None
+
+    def of(self, expected: dict[str, dict[Any, Any]]) -> dict[str, RoundingNoise]:
+        """For each thing that is compared with these."""
+        near = self._near()
+        if not self._pair.at.linear:
+            near["parameters"] = near["parameters"] | self._moves(expected["parameters"])
+            by_chance = self._moves_by_chance(expected["gradients"], near["gradients"])
+            near["parameters"] = near["parameters"] | by_chance
+            squares = of_squares(expected["optimizer state"], expected["gradients"], near)
+            near["optimizer state"] = near["optimizer state"] | squares
+        return self._with_stated(near, expected["parameters"])
+
+    def longer(self, expected: dict[Any, Any], found: dict[Any, Any]) -> float:
+        """A common factor of all gradients that 16 bits do not explain; 0 where there is none."""
+        emulated, kind = self._in_16_bits, self._pair.narrow
+        if emulated is None or kind is None:
+            return 0.0
+        apart = gain(expected, found) - gain(expected, emulated.gradients)
+        return apart if abs(apart) > GAIN * EPSILON[kind] else 0.0
+
+    def _near(self) -> dict[str, RoundingNoise]:
+        """The effect of the plan's 16 bits on a plain step, and plain rounding."""
+        pair = self._pair
+        kind = pair.narrow
+        if kind is None:
+            return dict(pair.noise)
+        found = {what: RoundingNoise({}, EPSILON[kind] / 2) for what in pair.noise}
+        scale = 1.0 if pair.planned.scale is None else float(pair.planned.scale)
+        for seed in (None, 0):  # two samples: one number's noise can be zero by luck
+            made = None
+            if pair.exact is not None:
+                side = pair.like_plain(wide=False)
+                made = trained_in_16_bits(side, kind, pair.data, seed, scale)
+            if made is None or pair.exact is None:
+                return {what: RoundingNoise({}, EPSILON[kind]) for what in pair.noise}
+            self._in_16_bits = self._in_16_bits or made
+            also = noises(pair.exact, made)
+            found = {what: found[what] | also[what] for what in found}
+        if any(runs_in_parts(pair.plan, batch) for batch in pair.data):
+            # Sums of parts round, too; beside exact parts, so that only rounding counts.
+            exact = pair.exactly(lambda: pair.in_a_loop(pair.plan, wide=True))
+            loop = pair.in_a_loop(pair.plan, wide=False)
+            made = trained_in_16_bits(loop, kind, pair.data, scale=scale)
+            if exact is not None and made is not None:
+                also = noises(exact, made)
+                found = {what: found[what] | also[what] for what in found}
+        return {what: pair.noise[what] | found[what] for what in pair.noise}
+
+    def _with_stated(
+        self, near: dict[str, RoundingNoise], after: dict[Any, Any]
+    ) -> dict[str, RoundingNoise]:
+        """With the bounds that techniques state themselves."""
+        stated: dict[str, float] = {}
+        for technique in self._pair.plan.techniques:
+            for claim in technique.claims(self._pair.at):
+                for what in claim.of if claim.level is Level.NEAR else ():
+                    stated[what] = max(claim.bound, stated.get(what, 0.0))
+        made = dict(near)
+        for what, bound in stated.items():
+            if bound and what in made:
+                made[what] = made[what] | RoundingNoise({}, bound / NEAR_SPREAD)
+        if share := stated.get("parameters"):
+            moved = self._moves(after).norms
+            by_move = RoundingNoise({name: norm * share for name, norm in moved.items()})
+            made["parameters"] = near["parameters"] | by_move
+        return made
+
+    def _moves(self, after: dict[Any, Any]) -> RoundingNoise:
+        """Dividing by the gradient turns the rounding of a small one into a whole move."""
+        before = {plain_name(n): p for n, p in self._pair.trained[0].named_parameters()}
+        held = {n: self._pair.planned.as_held(n, before[n]) for n in after}
+        moved = RoundingNoise.between(after, held)
+        return RoundingNoise({n: norm / NEAR_MULTIPLE for n, norm in moved.norms.items()})
+
+    def _moves_by_chance(self, gradients: dict[Any, Any], noise: RoundingNoise) -> RoundingNoise:
+        """A gradient that is all rounding moves its parameter by whole steps, in any direction:
+        an attention's key bias, whose gradient is zero, stays where it is in FP32 alone."""
+        model, optimizer, _ = self._pair.trained
+        rates = {
+            id(p): float(g.get("lr", 0.0)) for g in optimizer.param_groups for p in g["params"]
+        }
+        norms: dict[Any, float] = {}
+        for name, parameter in model.named_parameters():
+            gradient = gradients.get(plain_name(name))
+            if gradient is None or id(parameter) not in rates:
+                continue
+            scale = float(gradient.double().norm())
+            if noise.bound(plain_name(name), scale, NEAR_MULTIPLE, NEAR_SPREAD) >= scale:
+                farthest = (
+                    2 * len(self._pair.data) * rates[id(parameter)] * parameter.numel() ** 0.5
+                )
+                norms[plain_name(name)] = farthest / NEAR_MULTIPLE
+        return RoundingNoise(norms)
+
+
+def of_squares(
+    state: dict[Any, Any], gradients: dict[Any, Any], near: dict[str, RoundingNoise]
+) -> RoundingNoise:
+    """Bound of optimizer state whose gradient is within its bound: a square, about twice."""
+    norms: dict[Any, float] = {}
+    for key, held in state.items():
+        gradient = gradients.get(key[0])
+        scale = 0.0 if gradient is None else float(gradient.double().norm())
+        if scale and held.is_floating_point() and held.dim():
+            bound = near["gradients"].bound(key[0], scale, NEAR_MULTIPLE, NEAR_SPREAD) / scale
+            norms[key] = (2 + bound) * bound * float(held.double().norm()) / NEAR_MULTIPLE
+    return RoundingNoise(norms)
