@@ -246,6 +246,73 @@ def test_an_8_bit_optimizer_says_when_bitsandbytes_is_missing(llama: str) -> Non
         assert smaller < ss.will_it_fit(llama, "8 GB", tokens=128).needed_bytes
 
 
+BERT = {
+    "model_type": "bert", "num_hidden_layers": 1, "hidden_size": 24, "vocab_size": 32,
+    "intermediate_size": 16,
+}  # fmt: skip
+SMALL = {**LLAMA, "model_type": "llama", "num_hidden_layers": 1, "hidden_size": 16}
+
+
+def configured(folder: Path, config: dict[str, Any], *classes: str) -> Configured:
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": list(classes)}))
+    return Configured(f"hf:{folder}", tokens=8, batch=2)
+
+
+@pytest.mark.parametrize(
+    ("config", "named", "trained"),
+    [
+        (BERT, "BertForSequenceClassification", "BertForSequenceClassification"),
+        (
+            {**BERT, "problem_type": "multi_label_classification"},
+            "BertForSequenceClassification",
+            "BertForSequenceClassification",
+        ),
+        ({**BERT, "num_labels": 1}, "BertForSequenceClassification", None),
+        (BERT, "BertForTokenClassification", "BertForTokenClassification"),
+        (BERT, "BertModel", "BertForMaskedLM"),
+        (BERT, "BertForPreTraining", "BertForMaskedLM"),
+        (SMALL, "LlamaForSequenceClassification", "LlamaForSequenceClassification"),
+        ({**SMALL, "pad_token_id": 3}, "LlamaForCausalLM", "LlamaForCausalLM"),
+        (SMALL, "TheirOwnForCausalLM", "LlamaForCausalLM"),
+        (
+            {"model_type": "gpt2", "n_layer": 1, "n_embd": 24, "pad_token_id": 3},
+            "GPT2LMHeadModel",
+            "GPT2LMHeadModel",
+        ),
+        pytest.param(
+            {**BERT, "model_type": "deberta-v2", "pad_token_id": 0},
+            "DebertaV2ForMaskedLM",
+            "DebertaV2ForMaskedLM",
+            marks=pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated"),
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_the_class_that_a_configuration_names_is_traced(
+    tmp_path: Path, config: dict[str, Any], named: str, trained: str | None
+) -> None:
+    made = configured(tmp_path, config, named)
+    model, batch = made.build()
+    assert type(model).__name__ == (trained or named)
+    assert made.trains_as == ("" if named == (trained or named) else trained)
+    assert trace_plan(Plan(), model, batch, loss=loss_of, optimizer="adamw", device="cuda").ops
+
+
+@pytest.mark.parametrize(
+    ("kind", "named"),
+    [
+        ("bert", "BertForQuestionAnswering"),
+        ("whisper", "WhisperForConditionalGeneration"),
+        ("segformer", "SegformerForSemanticSegmentation"),
+    ],
+)
+def test_a_class_whose_batch_is_not_known_is_refused_by_its_name(
+    tmp_path: Path, kind: str, named: str
+) -> None:
+    with pytest.raises(ss.InputError, match=f"what {named} trains on"):
+        configured(tmp_path, {"model_type": kind}, named).build()
+
+
 def test_a_timm_model(vision: str) -> None:
     try:
         import timm  # noqa: F401

@@ -127,6 +127,28 @@ def test_a_lossless_plan_changes_no_bit(tmp_path: Path, given: dict[str, Any]) -
     assert callback.step is not None and callback.step.plan.short() == "residual-1"
 
 
+def test_accumulation_that_changes_between_epochs_changes_no_bit(tmp_path: Path) -> None:
+    def scheduled() -> Any:
+        return lightning.callbacks.GradientAccumulationScheduler({0: 1, 1: 2})
+
+    plain, model, expected = fitted(tmp_path / "a", scheduled())
+    planned, twin, found = fitted(
+        tmp_path / "b", scheduled(), BudgetCallback(plan=CHECKPOINTED)
+    )  # fmt: skip
+    assert found == expected and same(model, twin)
+    assert planned.global_step == plain.global_step
+
+
+def test_a_budget_holds_where_batches_accumulate_later(tmp_path: Path) -> None:
+    """Gradients that wait from the second epoch on are not the step's to use."""
+    scheduled = lightning.callbacks.GradientAccumulationScheduler({0: 1, 1: 2})
+    later, now = BudgetCallback("1 MB"), BudgetCallback("1 MB")
+    fitted(tmp_path / "a", later, scheduled, max_epochs=1)
+    fitted(tmp_path / "b", now, max_epochs=1, accumulate_grad_batches=2)
+    assert later.step is not None and now.step is not None
+    assert later.step.plan.predicted.peak_bytes == now.step.plan.predicted.peak_bytes
+
+
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_microbatches_train_and_log_alike(tmp_path: Path, accumulated: int) -> None:
     given = {"accumulate_grad_batches": accumulated}

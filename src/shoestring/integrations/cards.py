@@ -264,6 +264,7 @@ def _table(sizes: Sizes, chosen: Sequence[tuple[int, str, str]]) -> Cards:
     how = [f"{plural(model.batch, model.unit.removesuffix('s'))}{long}", sizes.optimizer]
     if sizes.ranks.count > 1:
         how[0] += f" on each of {sizes.ranks.count} GPUs ({sizes.ranks.sharding})"
+    how += [f"as {model.trains_as}"] * bool(model.trains_as)
     how += [f"LoRA {model.lora}"] * bool(model.lora) + [model.quantize or ""]
     what = " · ".join(part for part in how if part)
     return Cards(model.name, what, sizes.plain_bytes, sizes.least.needed_bytes, tuple(rows))

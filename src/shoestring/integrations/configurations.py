@@ -10,7 +10,7 @@ import copy
 import logging
 import os
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -24,19 +24,13 @@ from ..errors import InputError, first_line
 from ..torch_private.fake_tensors import FakeTensorMode
 from ..trace.fakes import fake_batch, fake_model
 from .hosted import library
+from .kinds import Kind
 from .limits import check_sizes, counted_modules
 from .quantized import FourBits, quantization_of, quantize_linear
 
 PREFIXES = ("hf:", "timm:")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
-_TASKS = (
-    ("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "words"),
-    ("MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES", "images"),
-    ("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES", "words"),
-    ("MODEL_FOR_MASKED_LM_MAPPING_NAMES", "words"),
-)
-"""Which of a family's models is trained where its configuration names none."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +69,7 @@ class Configured:
 
     @cached_property
     def _images(self) -> bool:
-        return self.name.startswith("timm:") or self._kind[1] == "images"
+        return self.name.startswith("timm:") or self._kind.images
 
     @property
     def has_context(self) -> bool:
@@ -138,25 +132,15 @@ class Configured:
             loud.setLevel(level)
 
     @cached_property
-    def _kind(self) -> tuple[Any, str]:
-        """The class that is trained, and what it sees."""
-        import transformers
-        from transformers.models.auto import modeling_auto
+    def _kind(self) -> Kind:
+        return Kind.of(self._configuration, self.name)
 
-        config = self._configuration
-        by_task = [(dict(getattr(modeling_auto, names)), sees) for names, sees in _TASKS]
-        named = getattr(config, "architectures", None)
-        for name in named if isinstance(named, list) else ():
-            for known, sees in by_task:
-                if name in _flat(known.values()) and hasattr(transformers, name):
-                    return getattr(transformers, name), sees
-        for known, sees in by_task:
-            if config.model_type in known:
-                return getattr(transformers, _flat([known[config.model_type]])[0]), sees
-        raise InputError(
-            f"{self.name}: {type(config).__name__} has no language or image model to train",
-            hint="give package.module:factory with --input instead",
-        )
+    @property
+    def trains_as(self) -> str:
+        """The class that is trained, where the configuration does not name it; else ""."""
+        if self.name.startswith("timm:") or self._kind.named:
+            return ""
+        return str(self._kind.model.__name__)
 
     @cached_property
     def depth(self) -> int | None:
@@ -230,35 +214,28 @@ class Configured:
         return stored
 
     def _from_transformers(self) -> tuple[nn.Module, Any]:
-        config, (kind, sees) = self._configuration, self._kind
+        config, kind = self._configuration, self._kind
         own = getattr(config, "dtype", None)
         dtype = DTYPES[self.dtype] if self.dtype else own or torch.float32
         try:
-            model = kind._from_config(config, dtype=dtype)
+            model = kind.model._from_config(config, dtype=dtype)
         except InputError:
             raise
         except Exception as error:
             raise InputError(
                 f"{self.name} cannot be built: {_brief(error)}", hint="check its configuration"
             ) from None
-        model.config.use_cache = False
-        if sees == "images":
-            size = getattr(config, "image_size", 224)
-            height, width = size if isinstance(size, (list, tuple)) else (size, size)
-            shape = self.batch, getattr(config, "num_channels", 3), height, width
-            pixels = torch.zeros(shape, dtype=dtype)
-            return model, {
-                "pixel_values": pixels,
-                "labels": torch.zeros(self.batch, dtype=torch.int64),
-            }
+        if not kind.images:
+            self._check_length()
+        kind.prepare(model)
+        return model, kind.batch(config, self.batch, self.tokens, dtype)
+
+    def _check_length(self) -> None:
         if self.longest and self.tokens > self.longest:
             raise InputError(
                 f"{self.name} takes {self.longest} tokens, not {self.tokens}",
                 hint=f"--tokens up to {self.longest}",
             )
-        # Real ones: a loss may ask how many labels count.
-        words = torch.zeros(self.batch, self.tokens, dtype=torch.int64, device="cpu")
-        return model, {"input_ids": words, "labels": words.clone()}
 
     def _from_timm(self) -> tuple[nn.Module, Any]:
         with library("timm", "1.0", "timm"):
@@ -284,11 +261,6 @@ def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
         return model(**batch).loss
     images, labels = batch
     return nn.functional.cross_entropy(model(images).float(), labels)
-
-
-def _flat(names: Iterable[Any]) -> list[str]:
-    """Some families have several classes for one task."""
-    return [n for name in names for n in ((name,) if isinstance(name, str) else name)]
 
 
 def _width(model: nn.Module) -> torch.dtype:

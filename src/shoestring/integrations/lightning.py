@@ -163,7 +163,6 @@ class BudgetCallback(Callback):
         module, precision = trainer.lightning_module, trainer.strategy.precision_plugin
         ranked = strategy.model if isinstance(strategy.model, DistributedDataParallel) else None
         self._others, self._outputs, self._running = others, [], True
-        share = trainer.accumulate_grad_batches
 
         def loss(given: nn.Module, part: Any) -> torch.Tensor:
             if self._live and given is module:
@@ -172,7 +171,7 @@ class BudgetCallback(Callback):
             else:  # to predict or to test: it must leave no trace in the trainer
                 with precision.train_step_context():
                     output = _untold(given, trainer, part, *self._others)
-            return _loss_of(output) / share
+            return _loss_of(output) / trainer.accumulate_grad_batches  # a callback may change it
 
         def backward(value: torch.Tensor) -> None:
             scaler = getattr(precision, "scaler", None)
@@ -184,7 +183,7 @@ class BudgetCallback(Callback):
         gradients = sum(p.nbytes for p in module.parameters() if p.requires_grad)
         self.step = hosted_step(
             chosen, module, batch, loss=loss, optimizer=trainer.optimizers[0], backward=backward,
-            held_bytes=gradients * ((share > 1) + (ranked is not None)),
+            held_bytes=gradients * (_waits(trainer) + (ranked is not None)),
             same_state=ranked is not None or getattr(precision, "scaler", None) is not None,
         )  # fmt: skip
         setup = self.step._setup
@@ -239,6 +238,14 @@ class _MeanLogs:
             return
         for name, pairs in self._found.items():
             self._module.log(name, weighed_mean(pairs), **self._how[name])
+
+
+def _waits(trainer: Any) -> bool:
+    """Whether gradients of several batches are added, at the start or in a later epoch."""
+    later = (getattr(callback, "scheduling", {}) for callback in trainer.callbacks)
+    return (
+        max(trainer.accumulate_grad_batches, *(n for held in later for n in held.values()), 1) > 1
+    )
 
 
 def _largest(trainer: Any, batch: Any) -> Any:
