@@ -545,6 +545,30 @@ def test_sparse_gradients_are_compared() -> None:
         assert found["gradients"].ok is right, found
 
 
+@pytest.mark.parametrize("kind", ["torch", "numpy", "python"])
+def test_generators_of_the_users_own_are_alike_on_both_sides(kind: str) -> None:
+    own: Any = {"torch": torch.Generator(), "numpy": np.random.default_rng(0),
+                "python": random.Random(0)}[kind]  # fmt: skip
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 5))
+    optimizer, batch = torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(16, 8)
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        noise = torch.rand(batch.shape, generator=own) if kind == "torch" else own.random()
+        out: torch.Tensor = model(batch + noise).square().mean()
+        return out
+
+    def state() -> str:
+        if kind == "numpy":
+            return str(own.bit_generator.state)
+        return str(own.getstate() if kind == "python" else own.get_state().tolist())
+
+    before = state()
+    assert verify([], model, [batch], loss=loss, optimizer=optimizer, steps=2).ok
+    ss.measure(model, batch, loss=loss, optimizer=optimizer)
+    ss.profile(model, batch, loss=loss, optimizer=optimizer)
+    assert state() == before
+
+
 @pytest.mark.parametrize("how", ["the loss", "a forward"])
 def test_copies_that_train_the_model_itself_are_not_compared(how: str) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 5))

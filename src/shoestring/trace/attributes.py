@@ -1,24 +1,30 @@
 """Tensors a module holds beside its parameters: in buffers, attributes, lists and dicts.
 
 Forward passes change some of it, by assignment (`self.mean = …`, `self.calls += 1`) or in place
-(`self.seen.append(…)`), which no operation on a tensor shows.
+(`self.seen.append(…)`, a draw from a generator of its own), which no operation on a tensor shows.
 """
 
 from __future__ import annotations
 
 import copy
+import pickle
+import random
 from collections import OrderedDict, deque
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 _OWN = frozenset({"_parameters", "_modules", "_buffers", "forward"})
 CONTAINERS = (list, dict, set, deque, bytearray)
+GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+CHANGING = (*CONTAINERS, *GENERATORS)
+"""Objects that change in place."""
 _BUFFER = "_buffers."
 Held = dict[str, tuple[Any, Any]]
-"""Name → the object, and a copy of it if it is a container."""
+"""Name → the object, and a copy of it if it is a container; the state of a generator."""
 
 
 def held_by(module: nn.Module) -> Held:
@@ -26,17 +32,41 @@ def held_by(module: nn.Module) -> Held:
     found = {name: value for name, value in module.__dict__.items() if name not in _OWN}
     found |= {_BUFFER + name: buffer for name, buffer in module._buffers.items()}
     return {
-        name: (value, copied(value) if isinstance(value, CONTAINERS) else None)
+        name: (value, copied(value) if isinstance(value, CHANGING) else None)
         for name, value in found.items()
     }
 
 
 def copied(container: Any) -> Any:
     """A copy, one level deep; `copy.copy` takes ten times as long for an OrderedDict."""
+    if isinstance(container, GENERATORS):
+        return _state(container)
     return container.copy() if type(container) in _PLAINLY else copy.copy(container)
 
 
 _PLAINLY = frozenset({*CONTAINERS, OrderedDict})
+
+
+def _state(generator: Any) -> bytes:
+    """Where a generator is, to be compared with ==."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().numpy().tobytes()
+    if isinstance(generator, random.Random):
+        return pickle.dumps(generator.getstate())
+    if isinstance(generator, np.random.RandomState):
+        return pickle.dumps(generator.get_state())
+    return pickle.dumps(generator.bit_generator.state)
+
+
+def _set_state(generator: Any, state: bytes) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    elif isinstance(generator, random.Random):
+        generator.setstate(pickle.loads(state))
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(pickle.loads(state))
+    else:
+        generator.bit_generator.state = pickle.loads(state)
 
 
 def differ(before: Held, after: Held) -> bool:
@@ -103,6 +133,8 @@ def _alike(one: Any, other: Any) -> bool:
     """The same objects in two copies of a container; they may be tensors, which compare oddly."""
     if one is None:
         return True
+    if isinstance(one, bytes):
+        return bool(one == other)
     if len(one) != len(other):
         return False
     if isinstance(one, dict):
@@ -113,7 +145,10 @@ def _alike(one: Any, other: Any) -> bool:
 
 
 def refill(container: Any, content: Any) -> None:
-    """Make a container hold what a copy of it does."""
+    """Make a container hold what a copy of it does, or a generator go on from its state."""
+    if isinstance(container, GENERATORS):
+        _set_state(container, content)
+        return
     if _alike(container, content):
         return
     container.clear()

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .attributes import CONTAINERS, copied, refill
+from .attributes import CONTAINERS, GENERATORS, copied, refill
 
 _DEEPEST, _MOST = 5, 1000
 """Steps away from the function, of which the last may lead to a list or dict only (where trainers
@@ -54,6 +54,8 @@ class Reached:
             self._all([value.__func__, value.__self__], depth)
         elif isinstance(value, types.FunctionType):
             self._function(value, depth)
+        elif isinstance(value, GENERATORS):
+            self._undo.append(functools.partial(refill, value, copied(value)))
         elif isinstance(value, CONTAINERS):
             self._undo.append(functools.partial(refill, value, copied(value)))
             self._all(value.values() if isinstance(value, dict) else value, depth)

@@ -7,7 +7,8 @@ may append to a list. Two contexts cover that:
 `Bystanders`  Python's side: attributes of modules, state of optimizers, what the loss and hooks
               refer to. Enough on fake tensors, which write nothing.
 `Untouched`   the same, and memory: the first write to a storage that was there before is preceded
-              by a copy of it. For steps on real tensors.
+              by a copy of it, the first draw from a generator by its state. For steps on real
+              tensors.
 """
 
 from __future__ import annotations
@@ -122,6 +123,7 @@ class Untouched(OperationMode):
             self._note(tensor)
         self._copies: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         self._gradients: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        self._generators: dict[torch.Generator, torch.Tensor] = {}
 
     def __enter__(self) -> Untouched:
         self._bystanders.__enter__()
@@ -139,6 +141,8 @@ class Untouched(OperationMode):
             leaf.grad = gradient
         for storage, held in self._copies.values():
             storage.copy_(held)
+        for generator, state in self._generators.items():
+            generator.set_state(state)
         self._bystanders.restore()
 
     def __torch_dispatch__(
@@ -150,6 +154,10 @@ class Untouched(OperationMode):
                 self._look_at(leaf)
         for tensor in _written(func, args, kwargs):
             self._save(tensor)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            for given in (*args, *kwargs.values()):
+                if isinstance(given, torch.Generator) and given not in self._generators:
+                    self._generators[given] = given.get_state()
         out = func(*args, **kwargs)
         for leaf in tensor_leaves(out):
             self._made(leaf, args, kwargs)

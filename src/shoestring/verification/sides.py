@@ -151,6 +151,8 @@ class Side:
             batch = map_tensors(torch.clone, wide_batch(given) if self.wide else given)
             with user_code(), staying_wide() if self.wide else nullcontext() as mode:
                 with self.drawing(number, batch, made) as draws:
+                    if isinstance(draws, (Drawn, Slices)):
+                        draws.puts_back = False  # the next step goes on from there
                     made.losses.append(self.run(batch).detach().clone())
                 made.hidden = made.hidden or getattr(draws, "hidden", None)
                 made.unmatched = made.unmatched or getattr(draws, "unmatched", None)

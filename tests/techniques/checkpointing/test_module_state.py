@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import itertools
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -218,3 +220,41 @@ def test_functions_that_read_what_is_changed_unseen_are_refused() -> None:
     step = ss.apply([Checkpointing.parse("every-2")], model, optimizer, loss=loss)
     with pytest.raises(RuntimeError, match="changed in place after a function read it"):
         step(torch.randn(5, 6))
+
+
+_COMMON = torch.Generator()
+
+
+class Drawing(nn.Module):
+    """A mask from a stream that PyTorch's checkpoints do not put back."""
+
+    def __init__(self, source: str) -> None:
+        super().__init__()
+        self.linear, self.source, self.own = nn.Linear(8, 8), source, torch.Generator()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.linear(x))
+        if self.source == "numpy":
+            kept = torch.from_numpy(np.random.rand(*h.shape) < 0.7)
+        elif self.source == "python":
+            return x + (h if random.random() < 0.5 else h.square())
+        else:
+            generator = self.own if self.source == "module" else _COMMON
+            kept = torch.rand(h.shape, generator=generator) < 0.7
+        return x + torch.sin(h * kept)
+
+
+@pytest.mark.parametrize("source", ["module", "global", "numpy", "python"])
+def test_draws_of_other_streams_are_drawn_again(source: str) -> None:
+    batch, found = torch.randn(4, 8), []
+    for plan in ([], [Checkpointing("residual-1")], [Checkpointing("residual-2*")]):
+        torch.manual_seed(0), np.random.seed(0), random.seed(0), _COMMON.manual_seed(0)
+        model = nn.Sequential(*(Drawing(source) for _ in range(4)))
+        for block in model:
+            block.own.manual_seed(1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = ss.apply(plan, model, optimizer, loss=lambda m, b: m(b).square().mean())
+        losses = [float(step(batch)) for _ in range(3)]
+        after = np.random.rand(), random.random(), float(torch.rand(1, generator=_COMMON))
+        found.append((losses, after, [p.tolist() for p in model.parameters()]))
+    assert found[0] == found[1] == found[2]

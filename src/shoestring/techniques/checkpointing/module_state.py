@@ -3,6 +3,8 @@
     self.mean = 0.9 * self.mean + 0.1 * x.mean(0)     a buffer or parameter by assignment
     self.codes.mul_(0.9), self.codes.data = …         a buffer, parameter or other tensor in place
     self.calls += 1; self.seen.append(x.shape)        attributes and lists
+    torch.rand(x.shape, generator=self.generator)     generators of the user's own
+    random.random(), numpy.random.rand()              the streams of the process
 
 A recomputed block must find its modules as they were before its first pass, and leave them as they
 are now. References to what was assigned over are kept; only what is written in place is copied,
@@ -13,9 +15,11 @@ the first pass copies all of them. Running statistics of normalizations are hand
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -79,6 +83,9 @@ class FirstPass:
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Tensors that were about to be written in place, and their values then."""
         self._noted: set[int] = set()
+        self._generators: dict[torch.Generator, torch.Tensor] = {}
+        """Those that the pass drew from, where they were."""
+        self._streams = _streams()
         self._data: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Tensors whose `data` was set, and what it was."""
         self._replaced: dict[tuple[int, str], nn.Parameter] = {}
@@ -92,6 +99,11 @@ class FirstPass:
                 self._copy(tensor)
         if data_is_set(func):
             self._data.append((args[0], args[0].data))
+
+    def note_draw(self, generator: torch.Generator) -> None:
+        """Take down where a generator is that a function draws from next."""
+        if generator not in self._generators:
+            self._generators[generator] = generator.get_state()
 
     def _copy(self, tensor: torch.Tensor) -> None:
         if self._storages is None:
@@ -136,6 +148,8 @@ class FirstPass:
         ]
         self._versions, self._parameters, self._moved, self._given = {}, {}, {}, ()
         self._storages = None
+        if _same(self._streams, _streams()):
+            self._streams = None
         if not any(map(differ, self._before, state._assigned())):
             self._before = None
 
@@ -178,8 +192,16 @@ class FirstPass:
             tensor.data = value
         latest = [(tensor, tensor.detach().clone()) for tensor, _ in held]
         _write(held)
+        drawn = {generator: generator.get_state() for generator in self._generators}
+        for generator, state in self._generators.items():
+            generator.set_state(state)
+        streams = None if self._streams is None else _streams()
+        _set_streams(self._streams)
 
         def undo() -> None:
+            _set_streams(streams)
+            for generator, state in drawn.items():
+                generator.set_state(state)
             _write(latest)
             for tensor, value in data:
                 tensor.data = value
@@ -189,6 +211,23 @@ class FirstPass:
             _set_parameters(modules, replaced)
 
         return undo
+
+
+def _streams() -> Any:
+    """Of Python and NumPy; PyTorch's own are put back by its checkpoints."""
+    return random.getstate(), np.random.get_state()
+
+
+def _same(one: Any, other: Any) -> bool:
+    keys, others = one[1], other[1]
+    same = one[0] == other[0] and keys[2:] == others[2:]
+    return bool(same and np.array_equal(keys[1], others[1]))
+
+
+def _set_streams(streams: Any) -> None:
+    if streams is not None:
+        random.setstate(streams[0])
+        np.random.set_state(streams[1])
 
 
 def _set_parameters(modules: list[nn.Module], given: dict[tuple[int, str], Any]) -> None:

@@ -130,7 +130,8 @@ def _not_captured() -> AbstractContextManager[Any]:
 class _keeping(TorchFunctionMode):
     """The first pass: of what marked functions return, the mark says what the second needs.
 
-    Tensors that functions will write in place are copied before.
+    Tensors that functions will write in place are copied before, and generators of the user's own
+    noted.
     """
 
     def __init__(self, kept: list[Any], first: FirstPass) -> None:
@@ -143,6 +144,8 @@ class _keeping(TorchFunctionMode):
         kwargs = kwargs or {}
         if may_write(func) or "out" in kwargs:
             self._first.note(func, args, kwargs)
+        if isinstance(kwargs.get("generator"), torch.Generator):
+            self._first.note_draw(kwargs["generator"])
         result = func(*args, **kwargs)
         mark = getattr(func, "kept_for_second_pass", None)
         if mark is not None:

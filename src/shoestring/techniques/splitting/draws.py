@@ -46,10 +46,12 @@ class _Random(OperationMode):
         super().__init__()
         self._own: dict[torch.Generator, torch.Tensor] = {}
         """Generators of the user's, as they were."""
+        self.puts_back = True
+        """Take these back there at the end."""
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        for generator, state in self._own.items():
+        for generator, state in self._own.items() if self.puts_back else ():
             generator.set_state(state)
 
     def __torch_dispatch__(
