@@ -151,6 +151,17 @@ def test_nested_rows_are_one_line_everywhere() -> None:
         assert "offsets" in caught.value.hint
 
 
+def test_a_sparse_matrix_beside_the_model_is_measured() -> None:
+    model, edges = nn.Linear(4, 2), torch.eye(6).to_sparse()
+    given: dict[str, Any] = {
+        "loss": lambda m, b: torch.sparse.mm(edges, m(b)).square().mean(),
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+    }
+    assert ss.measure(model, torch.randn(6, 4), **given).peak_bytes > 0
+    plan = ss.plan(model, torch.randn(6, 4), budget="1 MB", **given)
+    assert "meta converter" in str(plan.by_running)
+
+
 def test_a_copy_with_parameters_of_its_own_is_not_traced() -> None:
     with pytest.warns(DeprecationWarning):
         scripted = torch.jit.script(nn.Linear(4, 4))

@@ -545,6 +545,13 @@ def test_sparse_gradients_are_compared() -> None:
         assert found["gradients"].ok is right, found
 
 
+def test_an_optimizer_with_two_epsilons_is_compared() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 5))
+    optimizer, batch = torch.optim.Adafactor(model.parameters()), torch.randn(16, 8)
+    loss = lambda m, b: m(b).square().mean()  # noqa: E731
+    assert verify([Microbatching(4)], model, [batch], loss=loss, optimizer=optimizer, steps=1).ok
+
+
 @pytest.mark.parametrize("kind", ["torch", "numpy", "python"])
 def test_generators_of_the_users_own_are_alike_on_both_sides(kind: str) -> None:
     own: Any = {"torch": torch.Generator(), "numpy": np.random.default_rng(0),

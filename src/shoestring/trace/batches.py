@@ -47,13 +47,10 @@ def check_layouts(tensors: Iterable[torch.Tensor]) -> None:
     """InputError for tensors whose bytes are not counted: sparse and nested ones."""
     for tensor in tensors:
         if tensor.layout is not torch.strided:
-            nested = tensor.layout is torch.jagged
-            raise InputError(
-                f"no accounting for {tensor.layout} tensors",
-                hint="give their values() and offsets()"
-                if nested
-                else "convert them with .to_dense()",
-            )
+            hint = "convert them with .to_dense()"
+            if tensor.layout is torch.jagged:
+                hint = "give their values() and offsets()"
+            raise InputError(f"no accounting for {tensor.layout} tensors", hint=hint)
 
 
 def is_record(value: Any) -> bool:

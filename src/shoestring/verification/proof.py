@@ -149,8 +149,8 @@ class Proof:
         """Whether a gradient that is zero but for rounding hardly moves its parameter."""
         if self.pair.at.linear:
             return True
-        groups = self.pair.own[1].param_groups
-        return all(float(group.get("eps", 0) or 0) >= 1e-10 for group in groups)
+        added = (group.get("eps") for group in self.pair.own[1].param_groups)
+        return all(isinstance(eps, float) and eps >= 1e-10 for eps in added)  # Adafactor has two
 
     def _judged(self, row: Comparison, apart: Distance | None) -> Comparison:
         """With what FP64 says, and whether the draws could be shared at all."""

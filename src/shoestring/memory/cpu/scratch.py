@@ -134,7 +134,9 @@ def _product(op: Op) -> int:
     first one is transposed, as in the gradient of a weight.
     """
     given, strided = dict(op.inputs), dict(op.strided)
-    name = next(n for n in ("mat1", "batch1", "self") if n in given)
+    name = next((n for n in ("mat1", "batch1", "self") if n in given), None)
+    if name is None:  # a sparse matrix, which is not followed
+        return 0
     first = given[name]
     kind = sixteen_bits(first.dtype) if first.dtype.itemsize == 2 else "native"
     if kind == "native":
