@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from .base import Layer, Made, Stranger, classify, labelled, tower
+from .base import Layer, Made, Stranger, classify, labeled, tower
 
 # -- gradients -------------------------------------------------------------------------------------
 
@@ -42,7 +42,7 @@ def _rounded(scale: int) -> Made:
     blocks = [m for _ in range(4) for m in (Rounded(wide, wide), nn.GELU())]
     return (
         nn.Sequential(nn.Linear(48, wide), *blocks, nn.Linear(wide, 5)),
-        labelled(scale),
+        labeled(scale),
         classify,
     )
 
@@ -81,7 +81,7 @@ def _forward_mode(scale: int) -> Made:
     model = nn.Sequential(
         nn.Linear(48, wide), nn.Tanh(), nn.Linear(wide, wide), nn.Tanh(), nn.Linear(wide, 5)
     )
-    return model, labelled(scale), loss
+    return model, labeled(scale), loss
 
 
 def _by_example(scale: int) -> Made:
@@ -99,7 +99,7 @@ def _by_example(scale: int) -> Made:
 
     wide = 32 * scale
     model = nn.Sequential(nn.Linear(48, wide), nn.Tanh(), nn.Linear(wide, 5))
-    return model, labelled(scale, 64), loss
+    return model, labeled(scale, 64), loss
 
 
 class Again(nn.Module):
@@ -208,7 +208,7 @@ def _curriculum(scale: int) -> Made:
         made = model(batch[0])
         return F.cross_entropy(made, batch[1]) + 0.01 * model.calls * made.square().mean()
 
-    return Curriculum(64 * scale), labelled(scale), loss
+    return Curriculum(64 * scale), labeled(scale), loss
 
 
 class Methods(nn.Module):
@@ -262,11 +262,11 @@ class Frozen(nn.Module):
 
 
 def _parallel(scale: int) -> Made:
-    return nn.DataParallel(tower(64 * scale, 5)), labelled(scale), classify
+    return nn.DataParallel(tower(64 * scale, 5)), labeled(scale), classify
 
 
 def _compiled(scale: int) -> Made:
-    return torch.compile(tower(64 * scale, 5), backend="eager"), labelled(scale), classify
+    return torch.compile(tower(64 * scale, 5), backend="eager"), labeled(scale), classify
 
 
 class Views(nn.Module):
@@ -452,7 +452,7 @@ def _sparse(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def _plain(scale: int) -> Made:
-    return tower(64 * scale, 5), labelled(scale, 256), classify
+    return tower(64 * scale, 5), labeled(scale, 256), classify
 
 
 _OPTIMIZERS = {
@@ -482,28 +482,28 @@ MECHANICS = (
     Stranger("forward-mode", "other", _forward_mode),
     Stranger("norms-by-example", "other", _by_example),
     Stranger(
-        "own-checkpoints", "mlp", lambda s: (Again(64 * s, reentrant=False), labelled(s), classify)
+        "own-checkpoints", "mlp", lambda s: (Again(64 * s, reentrant=False), labeled(s), classify)
     ),
     Stranger(
         "own-checkpoints-reentrant",
         "mlp",
-        lambda s: (Again(64 * s, reentrant=True), labelled(s), classify),
+        lambda s: (Again(64 * s, reentrant=True), labeled(s), classify),
     ),
     Stranger(
         "own-checkpoints-dropout",
         "mlp",
-        lambda s: (Again(64 * s, reentrant=False, dropout=0.2), labelled(s), classify),
+        lambda s: (Again(64 * s, reentrant=False, dropout=0.2), labeled(s), classify),
         random=True,
     ),
-    Stranger("bf16-body-autocast", "mlp", lambda s: (Narrow(64 * s), labelled(s), classify)),
+    Stranger("bf16-body-autocast", "mlp", lambda s: (Narrow(64 * s), labeled(s), classify)),
     Stranger("convolutions-autocast", "vision", _autocast),
-    Stranger("complex-weights", "other", lambda s: (Turned(48 * s), labelled(s), classify)),
+    Stranger("complex-weights", "other", lambda s: (Turned(48 * s), labeled(s), classify)),
     Stranger("curriculum", "mlp", _curriculum),
     Stranger("methods-only", "other", _methods, random=True),
-    Stranger("frozen-half", "mlp", lambda s: (Frozen(64 * s), labelled(s), classify)),
+    Stranger("frozen-half", "mlp", lambda s: (Frozen(64 * s), labeled(s), classify)),
     Stranger("data-parallel", "mlp", _parallel),
     Stranger("compiled", "mlp", _compiled),
-    Stranger("written-views", "mlp", lambda s: (Views(64 * s), labelled(s), classify)),
+    Stranger("written-views", "mlp", lambda s: (Views(64 * s), labeled(s), classify)),
     Stranger("named-tuple", "contrastive", _pair(pairs=False)),
     Stranger("all-pairs", "contrastive", _pair(pairs=True)),
     Stranger("graphs-in-lists", "graph", _graphs),

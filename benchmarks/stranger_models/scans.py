@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from .base import Layer, Made, Stranger, classify, labelled, tower
+from .base import Layer, Made, Stranger, classify, labeled, tower
 
 
 class ConformerBlock(nn.Module):
@@ -611,12 +611,12 @@ SCANS = (
     Stranger("long-convolution", "state space", _convolved),
     Stranger("scan-with-metrics", "state space", _scanned),
     Stranger(
-        "runge-kutta", "implicit", lambda s: (Flowing(64 * s, adjoint=False), labelled(s), classify)
+        "runge-kutta", "implicit", lambda s: (Flowing(64 * s, adjoint=False), labeled(s), classify)
     ),
     Stranger(
-        "adjoint", "implicit", lambda s: (Flowing(64 * s, adjoint=True), labelled(s), classify)
+        "adjoint", "implicit", lambda s: (Flowing(64 * s, adjoint=True), labeled(s), classify)
     ),
-    Stranger("written-weights", "mlp", lambda s: (Written(), labelled(s), classify)),
+    Stranger("written-weights", "mlp", lambda s: (Written(), labeled(s), classify)),
     Stranger("tasks", "meta", _tasks),
     Stranger("mixture-density", "other", _mixture),
     Stranger("forces", "graph", _atoms),
