@@ -63,7 +63,7 @@ class Seen:
         """Copy the gradients, without a loss scale."""
         for name, p in model.named_parameters():
             if p.grad is not None:
-                held = p.grad.detach().double()
+                held = (p.grad.to_dense() if p.grad.is_sparse else p.grad).detach().double()
                 self.gradients[name] = held if scale is None else held / float(scale)
 
 
