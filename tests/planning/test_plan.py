@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import shoestring as ss
 from shoestring.errors import InputError
 from shoestring.techniques import Checkpointing, Microbatching, Precision, Sparsity
 from shoestring.techniques.plan import Plan
@@ -175,3 +177,22 @@ def test_a_function_cannot_be_written() -> None:
     plan = Plan(microbatching=Microbatching(2, weight=len))
     with pytest.raises(InputError, match="units is a function"):
         plan.to_toml()
+
+
+@pytest.mark.parametrize("odd", [{"allow": 3}, {"batches": 3}, {"batches": torch.ones(3)}], ids=str)
+def test_odd_arguments_are_one_line(odd: dict[str, Any]) -> None:
+    other: dict[str, Any] = {
+        "loss": lambda m, b: m(b).mean(),
+        "optimizer": "sgd",
+        "budget": "1 MB",
+        **odd,
+    }
+    with pytest.raises(ss.InputError):
+        ss.plan(torch.nn.Linear(3, 2), torch.ones(2, 3), **other)
+
+
+def test_a_loss_of_several_numbers_is_named() -> None:
+    """The test of how it splits comes first."""
+    with pytest.raises(ss.InputError, match=r"must be a scalar, got shape \(4, 2\)"):
+        ss.plan(torch.nn.Linear(3, 2), torch.ones(4, 3), loss=lambda m, b: m(b), optimizer="sgd",
+                budget="1 MB")  # fmt: skip

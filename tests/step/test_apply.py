@@ -307,3 +307,54 @@ def test_what_is_no_optimizer(given: Any) -> None:
 def test_one_technique_is_no_list() -> None:
     with pytest.raises(InputError, match="one technique, not several"):
         Plan.of(Microbatching(4))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda s: 3, "not the state of a step"),
+        (lambda s: {}, "not the state of a step"),
+        (lambda s: {**s, "model": {}}, "has no "),
+        (lambda s: {**s, "model": {**s["model"], "odd": torch.ones(1)}}, "has odd"),
+        (lambda s: {**s, "model": {k: v[:1] for k, v in s["model"].items()}}, "has the shape"),
+        (lambda s: {**s, "optimizer": {"state": {}, "param_groups": [{"params": [0]}]}}, "groups"),
+    ],
+    ids=["number", "empty", "no weights", "more weights", "other shapes", "other optimizer"],
+)  # fmt: skip
+def test_a_state_that_does_not_fit_is_refused_whole(spoil: Any, says: str) -> None:
+    """Weights of another state are not loaded before its optimizer is looked at."""
+    step, other = make("mlp", [], "adam"), make("mlp", [], "adam", seed=1)
+    other(batches("mlp", 1)[0])
+    before = copy.deepcopy(step.model.state_dict())
+    with pytest.raises(InputError, match=says):
+        step.load_state_dict(spoil(other.state_dict()))
+    assert all(torch.equal(v, before[k]) for k, v in step.model.state_dict().items())
+    assert not step.optimizer.state
+
+
+def test_a_second_optimizer_may_update_by_hand() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in model]
+    before = copy.deepcopy(model.state_dict())
+    with pytest.warns(RuntimeWarning, match="another optimizer holds 1.weight and others"):
+        step = apply([], model, optimizers[0], loss=lambda m, b: m(b).square().mean())
+    step(torch.ones(2, 3), update=False)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    assert step.accumulated == 0
+    assert all(not torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+@pytest.mark.parametrize("plan", [None, 3, Microbatching])
+def test_what_is_no_plan_is_said(plan: Any) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(InputError, match="is not a plan"):
+        apply(plan, model, optimizer, loss=lambda m, b: m(b).mean())
+    with pytest.raises(InputError, match="is not a plan"):
+        apply([], model, optimizer, loss=lambda m, b: m(b).mean()).revise(plan)
+    with pytest.raises(InputError, match="is not a loss"):
+        apply([], model, optimizer, loss=None)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="unknown parallel 3"):
+        apply([], model, optimizer, loss=lambda m, b: m(b).mean(), parallel=3)  # type: ignore[arg-type]

@@ -621,3 +621,19 @@ print(torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_
 """
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert ran.stdout == "tf32 tf32\n", ran.stderr
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [{"plan": 3}, {"batches": 3}, {"steps": "2"}, {"steps": 1.5}, {"near": "x"}, {"near": -1},
+     {"lossy": float("nan")}, {"accept": 3}],
+    ids=str,
+)  # fmt: skip
+def test_odd_arguments_are_one_line(odd: dict[str, Any]) -> None:
+    model = nn.Linear(3, 2)
+    given: dict[str, Any] = {
+        "plan": [], "model": model, "batches": [torch.ones(2, 3)],
+        "loss": lambda m, b: m(b).mean(), "optimizer": OPTIMIZERS["sgd"](model), **odd,
+    }  # fmt: skip
+    with pytest.raises(InputError):
+        verify(**given)

@@ -28,6 +28,8 @@ class Allowed:
         """Read names, or text with commas; nothing at all is lossless."""
         if allow is None:
             return cls()
+        if not isinstance(allow, Iterable):
+            raise InputError(f"cannot read `allow` {allow!r}", hint="such as 'lossless', or a list")
         given = allow.split(",") if isinstance(allow, str) else list(allow)
         names = {str(name).strip() for name in given if str(name).strip()}
         known = {kind.allow or kind.name for kind in registered().values()}

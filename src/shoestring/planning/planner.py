@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from itertools import groupby
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from ..errors import BudgetError, InputError
@@ -124,6 +125,11 @@ def plan(
     if batches is not None and prices:
         raise InputError("prices are of one batch", hint="leave out batches, or give the longest")
     if batches is not None:
+        if not isinstance(batches, Iterable) or isinstance(batches, (str, Mapping, torch.Tensor)):
+            raise InputError(
+                f"batches is a {type(batches).__name__}, not several batches",
+                hint="give a list or a data loader",
+            )
         if ranks > 1:
             raise InputError(
                 "batches= is for one rank", hint="give the largest batch to plan(…, ranks=…)"

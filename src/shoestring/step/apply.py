@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import warnings
 from collections.abc import Iterable
 from typing import Literal
 
@@ -50,5 +52,32 @@ def apply(
     """
     chosen = parallel_of(parallel)
     if chosen is None:
-        return apply_alone(plan, model, optimizer, loss=loss, clip=clip)
-    return apply_on_ranks(plan, model, optimizer, loss=loss, parallel=chosen, clip=clip)
+        step = apply_alone(plan, model, optimizer, loss=loss, clip=clip)
+    else:
+        step = apply_on_ranks(plan, model, optimizer, loss=loss, parallel=chosen, clip=clip)
+    _tell_of_others(step)
+    return step
+
+
+def _tell_of_others(step: Step) -> None:
+    """Of another optimizer over the model: a step drops the gradients that it would read."""
+    held = {id(p) for group in step.optimizer.param_groups for p in group["params"]}
+    left = {id(p): n for n, p in step.model.named_parameters() if id(p) not in held}
+    if not left:
+        return
+    names = [
+        left[id(p)]
+        for other in gc.get_objects()
+        if issubclass(type(other), torch.optim.Optimizer)
+        for group in getattr(other, "param_groups", ())
+        for p in group["params"]
+        if id(p) in left and p.requires_grad
+    ]
+    if names:
+        warnings.warn(
+            f"another optimizer holds {names[0]}{' and others' * (len(names) > 1)}: a step drops "
+            "their gradients, so that optimizer would move nothing. Give all parameters to one "
+            "optimizer, or call step(batch, update=False) and update by both yourself",
+            RuntimeWarning,
+            stacklevel=3,
+        )

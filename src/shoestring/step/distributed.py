@@ -260,7 +260,7 @@ def parallel_of(given: str | Parallel | None) -> Parallel | None:
     """The `parallel` option; None for a single process."""
     if given is None:
         return None
-    chosen = Parallel(given) if isinstance(given, str) else given
+    chosen = given if isinstance(given, Parallel) else Parallel(given)
     if not (dist.is_available() and dist.is_initialized()):
         raise InputError(
             f"parallel={chosen.kind!r} needs a process group",

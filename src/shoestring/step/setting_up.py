@@ -27,6 +27,8 @@ def prepare(
     """Check what is given; the plan, and the setup of a plain step that it will transform."""
     check_trainable(model)
     check_optimizer(optimizer)
+    if not callable(loss):
+        raise InputError(f"{loss!r} is not a loss", hint="a function (model, batch) -> scalar")
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if held.isdisjoint(map(id, model.parameters())):
         raise InputError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -374,6 +374,7 @@ class Step:
         Args:
             plan: The next plan.
         """
+        plan = plan if isinstance(plan, Plan) else Plan(plan)
         before = self.plan
         if self._base is None or not revisable(before, plan):
             fixed = [t.name for t in before.techniques if not t.revisable]
@@ -419,6 +420,9 @@ class Step:
         Args:
             state: What `state_dict` returned.
         """
+        parts = ("model", "optimizer", "techniques")
+        if not isinstance(state, Mapping) or any(part not in state for part in parts):
+            raise InputError("this is not the state of a step", hint="step.state_dict() makes one")
         if lacking := [name for name in self._setup.state if name not in state["techniques"]]:
             raise InputError(
                 f"the state has no {', '.join(lacking)}: a step of another plan saved it",
@@ -434,10 +438,38 @@ class Step:
             check = getattr(item, "check_state", None)
             if check is not None:
                 check(state)
+        self._check_sizes(state)
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         for name, item in self._setup.state.items():
             item.load_state_dict(state["techniques"][name])
+
+    def _check_sizes(self, state: Mapping[str, Any]) -> None:
+        """PyTorch finds what does not fit when half of it is loaded."""
+        hint = "load the state of a step with the same model and optimizer"
+        own, given = self.model.state_dict(), state["model"]
+        if differing := sorted(own.keys() ^ given.keys()):
+            where = "has no" if differing[0] in own else "has"
+            raise InputError(f"the state {where} {differing[0]}, unlike the model", hint=hint)
+        moved = [getattr(item, "resized", None) for item in self._setup.state.values()]
+        for name, tensor in own.items():
+            shape, needed = (getattr(t, "shape", None) for t in (given[name], tensor))
+            if shape != needed and not any(of and of(name) for of in moved):
+                raise InputError(
+                    f"the state's {name} has the shape {tuple(shape or ())}, the model's "
+                    f"{tuple(needed or ())}",
+                    hint=hint,
+                )
+        sizes = [
+            [len(group["params"]) for group in groups if group["params"]]
+            for groups in (state["optimizer"]["param_groups"], self.optimizer.param_groups)
+        ]
+        if sizes[0] != sizes[1]:
+            raise InputError(
+                f"the state's optimizer has groups of {sizes[0]} parameters, this one of "
+                f"{sizes[1]}",
+                hint=hint,
+            )
 
 
 def apply_alone(

@@ -48,6 +48,8 @@ class Plan:
         if isinstance(techniques, (str, Path)):
             name = str(techniques)
             raise InputError(f"{name!r} is not a plan", hint=f"load a file: Plan.load({name!r})")
+        if isinstance(techniques, type) or not isinstance(techniques, Iterable):
+            raise InputError(f"{techniques!r} is not a plan", hint="give a list of techniques")
         for name in named:
             if name not in registered():
                 raise InputError(_no_part(name), hint="its parts are " + ", ".join(registered()))
@@ -183,6 +185,8 @@ class Plan:
         Returns:
             The plan.
         """
+        if not isinstance(given, Mapping):
+            raise InputError(f"{given!r} is not a plan", hint="a plan's to_dict() makes one")
         found = []
         for name, settings in given.items():
             kind = registered().get(name)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import islice
+from numbers import Real
 from typing import Any
 
 import torch
@@ -74,9 +75,14 @@ def verify(
         True
     """
     chosen = Plan.of(plan)
+    for name, bound in (("near", near), ("lossy", lossy)):
+        if bound is not None and not (isinstance(bound, Real) and bound >= 0):
+            raise InputError(f"{name}={bound!r} is not a bound", hint="such as 0.05, which is 5%")
     check_optimizer(optimizer)
     optimizer = unwrapped(optimizer)
     data = _batches(batches, steps)
+    if not isinstance(accept, Iterable):
+        raise InputError(f"cannot accept {accept!r}", hint="names of rows, such as 'gradients'")
     accepted = {accept} if isinstance(accept, str) else set(accept)
     trial = Plain(model, optimizer, loss)
     functions = [loss, *hooks_of(model)]
@@ -140,9 +146,10 @@ def _with_peak(
 
 
 def _batches(batches: Iterable[Any], steps: int) -> list[Any]:
-    if steps < 1:
+    if not isinstance(steps, int) or steps < 1:
         raise InputError(f"verify cannot run {steps} steps", hint="a whole number from 1")
-    if isinstance(batches, (torch.Tensor, Mapping, tuple)):
+    one = not isinstance(batches, Iterable) or isinstance(batches, (str, torch.Tensor, Mapping))
+    if one or isinstance(batches, tuple):
         raise InputError("batches is one batch, not several", hint="give a list, [batch]")
     given = list(islice(batches, steps))
     if not given:

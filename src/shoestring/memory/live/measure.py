@@ -23,6 +23,7 @@ from ...trace.fakes import (
 )
 from ...trace.freezing import role_by_life
 from ...trace.graph import Phase, Role
+from ...trace.hooked import OURS
 from ...trace.recorder import Recorder
 from ...trace.tracing import Loss
 from ...trace.untouched import Untouched, hooks_of
@@ -273,6 +274,7 @@ def _measure_cuda(
         if parameter.grad is not None:
             finished_bytes += parameter.grad.untyped_storage().nbytes()
 
+    setattr(gradient_made, OURS, True)
     hooks = [
         parameter.register_post_accumulate_grad_hook(gradient_made)
         for parameter in model.parameters()

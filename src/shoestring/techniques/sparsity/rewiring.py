@@ -166,6 +166,11 @@ class Rewiring:
                 hint="apply the plan it was saved under",
             )
 
+    def resized(self, name: str) -> bool:
+        """Whether it is of nonzeros that come and go; tied ones have a second name."""
+        own = {tensor.name.rpartition(".")[2] for tensor in self.tensors}
+        return name.rpartition(".")[2].startswith(tuple(f"{last}_" for last in own))
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there."""
         self.step = int(state["step"])

@@ -437,10 +437,14 @@ class _Trial:
                 with torch.set_grad_enabled(self._needs_gradients or parameters is not None):
                     value = self._loss(model, map_tensors(torch.clone, batch))
                 self._left = assigned(model, before)
+                if not isinstance(value, torch.Tensor) or value.numel() != 1:
+                    raise _Failed("the loss is not one number")
                 if parameters is None:
                     return value.detach()
                 wanted = [memo[id(p)] for p in parameters]
                 return torch.autograd.grad(value, wanted, allow_unused=True)
+        except _Failed:
+            raise
         except torch.OutOfMemoryError as error:
             raise _Failed("out of memory", unclear=True) from error
         except Exception as error:
