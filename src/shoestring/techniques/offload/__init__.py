@@ -14,7 +14,7 @@ from ...trace.cuda import on_cuda
 from ...trace.fakes import is_fake
 from ...trace.graph import Trace
 from ..base import Flag, Meaning, Setup, Technique
-from ..host import check_folder, check_room, folder_for
+from ..host import check_folder, check_room, folder_for, pinned_size
 from ..offers import Context, Offer, Update, Updates
 from ..optimizers import ELEMENTWISE
 from ..registry import register
@@ -208,7 +208,11 @@ class Offload(Technique):
         moments = 2 if isinstance(setup.optimizer, (torch.optim.Adam, torch.optim.AdamW)) else 1
         leaving = self._leaving(_held(setup.optimizer))
         each = moments if plain else 0.5 * moments
-        return int(sum(each * p.numel() * (p.element_size() if plain else 1) for p in leaving))
+        sizes = [int(each * p.numel() * (p.element_size() if plain else 1)) for p in leaving]
+        return sum(
+            pinned_size(nbytes) if p.is_cuda else nbytes
+            for p, nbytes in zip(leaving, sizes, strict=True)
+        )
 
 
 class _OnHost(Meaning):
