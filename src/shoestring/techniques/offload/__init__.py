@@ -51,7 +51,6 @@ class Offload(Technique):
     order: ClassVar[int] = 27
     flags: ClassVar[tuple[Flag, ...]] = (
         Flag("offload", "what", str, "Tensors to keep on the host: state.", label="on the host"),
-        Flag("offload_share", "share", float, "Part of them that leaves the device.", 1.0),
     )
     updates_apart: ClassVar[bool] = True
     runs_eagerly: ClassVar[bool] = True
