@@ -21,6 +21,7 @@ from shoestring.errors import InputError, NoEffectWarning
 from shoestring.step.predict import predict_step
 from shoestring.techniques import host
 from shoestring.techniques import offload as technique
+from shoestring.techniques.base import Setup
 from shoestring.techniques.host import _pinned, folder_for, in_memory
 from shoestring.techniques.offload.state import OffloadedEntries, OffloadedState
 from shoestring.trace.places import is_elsewhere
@@ -464,6 +465,18 @@ def test_no_room_is_said_before_anything_changes(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(InputError, match=r"112\.9 KB has no room: the disk of .* has 20\.0 KB"):
         ss.apply([OFFLOAD], model, own, loss=loss)
     assert not own.state and not isinstance(own.state, OffloadedState)
+
+
+def test_a_model_that_is_planned_elsewhere_asks_nothing_of_this_disk(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    usage = host.shutil.disk_usage
+    monkeypatch.setattr(host.shutil, "disk_usage", lambda f: usage(f)._replace(free=20_000))
+    model = network().to("meta")
+    setup = Setup(
+        model, _adamw(model), lambda b: b, lambda b: (), lambda v: None, lambda: None
+    )  # fmt: skip
+    OFFLOAD.check(setup)
 
 
 def _host(folder: Path, monkeypatch: pytest.MonkeyPatch, free_kb: int, limit: str = "max") -> None:

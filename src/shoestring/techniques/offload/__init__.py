@@ -160,7 +160,7 @@ class Offload(Technique):
                 hint=f"give the {name} it holds",
             )
         parameters = _held(setup.optimizer)
-        if any(is_fake(p) for p in parameters):
+        if any(is_fake(p) or p.is_meta for p in parameters):
             return
         folder = None if any(p.is_cuda for p in parameters) else folder_for(self.folder)
         if folder is not None:
