@@ -471,7 +471,7 @@ def test_a_model_that_is_planned_elsewhere_asks_nothing_of_this_disk(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     usage = host.shutil.disk_usage
-    monkeypatch.setattr(host.shutil, "disk_usage", lambda f: usage(f)._replace(free=20_000))
+    monkeypatch.setattr(host.shutil, "disk_usage", lambda f: usage(f)._replace(free=1000))
     model = network().to("meta")
     setup = Setup(
         model, _adamw(model), lambda b: b, lambda b: (), lambda v: None, lambda: None
