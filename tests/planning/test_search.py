@@ -99,8 +99,8 @@ def test_a_lossless_plan_that_is_far_slower_gives_way(
     known = _Known(times)
     found = search(known, some, 10, at, slow)  # type: ignore[arg-type]
     assert found is not None and found.candidate.plan.short() == chosen
-    assert (found.instead_of is not None) == (chosen == "8-bit state")
-    assert "4-bit state" not in known.predicted
+    assert found.lossless_seconds == (lossless if chosen == "8-bit state" else None)
+    assert known.predicted == [chosen]
 
 
 LEVELS = st.sampled_from([Level.EQUAL, Level.ROUNDING, Level.NEAR])

@@ -174,13 +174,17 @@ class DeviceEstimates:
         whole, now = self._update(()), self.update(setting)
         number_type = setting.scales.number_type
         floor = self.floor_bytes(setting)
+        gradients = now.gradient_bytes / max(whole.gradient_bytes, 1)
+        early = 0 if least else now.early_bytes
+        if early and early >= now.gradient_bytes:  # the others are less, and none waits
+            gradients = 0.0
         if self._of_card and self.room_bytes is not None and floor <= self.room_bytes:
             floor = 0  # it fits; less for the passes makes smaller gaps between what is reserved
         return Conditions(
             scales=setting.scales,
-            gradients=now.gradient_bytes / max(whole.gradient_bytes, 1),
+            gradients=gradients,
             gradient_bytes=now.gradient_bytes,
-            resident_bytes=self._resident_bytes(setting) + (0 if least else now.early_bytes),
+            resident_bytes=self._resident_bytes(setting) + early,
             floor_bytes=floor,
             cost=lambda work: self._costs.seconds(work, number_type),
         )

@@ -385,7 +385,7 @@ class Planner:
                 self.context.circumstances,
                 self._settings(Allowed()),
                 self.margin.limit(budget_bytes),
-                None if found.instead_of is None else found.instead_of.seconds,
+                found.lossless_seconds,
             ),
             front=pareto([self._exact(found), *points]),
             rates=self._rates,

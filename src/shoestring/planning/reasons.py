@@ -22,14 +22,14 @@ def choices(
 ) -> tuple[Choice, ...]:
     """One for each technique of the plan, in the order they are applied.
 
-    `lossless_seconds` are those of a lossless plan that fits and was left for being slow.
+    `lossless_seconds` are those of a lossless plan that was left for being slow.
     """
     setting = candidate.setting
     made: dict[str, Choice] = {}
     for offer in setting.offers:
         kind, name, why = offer.level(at).kind, offer.technique.name, offer.why
         if kind != LOSSLESS and lossless_seconds is not None:
-            why = f"{why}; a lossless plan takes {format_seconds(lossless_seconds)}"
+            why = f"{why}; a lossless plan takes about {format_seconds(lossless_seconds)}"
         elif kind != LOSSLESS:
             why = f"{why}; {_needed(estimates, milder, setting, limit_bytes, at)}"
         made[name] = Choice(name, offer.shown or offer.technique.short(), kind, why)

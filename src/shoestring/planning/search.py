@@ -112,8 +112,8 @@ class Found:
 
     candidate: Candidate
     predicted: Prediction
-    instead_of: Found | None = None
-    """A lossless one that fits and takes far longer."""
+    lossless_seconds: float | None = None
+    """Of a lossless one that is estimated to fit, and was left for taking far longer."""
 
     @property
     def seconds(self) -> float:
@@ -131,22 +131,34 @@ def search(
 ) -> Found | None:
     """The least lossy setting that fits, with the best schedule that was found for it.
 
-    A lossless one that takes more than `near_seconds` gives way to a near one that takes `FASTER`
+    If a lossless one takes more than `near_seconds`, it gives way to a near one that takes `FASTER`
     of its time, or less.
     """
-    found: Found | None = None
-    for (level, *_), alike in groupby(settings, key=lambda s: s.rank(at)):
-        if found is None:
-            found = _fastest(estimates, list(alike), limit_bytes)
-            if found is not None and (level > Level.ROUNDING or found.seconds <= near_seconds):
-                break
-        elif level > Level.ROUNDING:
-            if level > Level.NEAR:
-                break
-            near = _fastest(estimates, list(alike), limit_bytes, FASTER * found.seconds)
-            if near is not None:
-                return replace(near, instead_of=found)
-    return found
+    groups = [(rank[0], list(alike)) for rank, alike in groupby(settings, key=lambda s: s.rank(at))]
+    if near_seconds < math.inf:
+        lossless = [s for level, alike in groups for s in alike if level <= Level.ROUNDING]
+        seconds = _estimated(estimates, lossless, limit_bytes)
+        if seconds is not None and seconds > near_seconds:
+            for level, alike in groups:
+                if level is Level.NEAR:
+                    near = _fastest(estimates, alike, limit_bytes, FASTER * seconds)
+                    if near is not None:
+                        return replace(near, lossless_seconds=seconds)
+    found = (_fastest(estimates, alike, limit_bytes) for _, alike in groups)
+    return next((one for one in found if one is not None), None)
+
+
+def _estimated(estimates: Estimates, settings: Sequence[Setting], limit_bytes: int) -> float | None:
+    """Seconds of the fastest that is estimated to fit."""
+    best: float | None = None
+    for setting in sorted(settings, key=estimates.least_seconds):
+        if best is not None and estimates.least_seconds(setting) >= best:
+            break
+        if estimates.least_bytes(setting) <= limit_bytes:
+            found = estimates.best(setting, limit_bytes)
+            if found is not None and (best is None or found.seconds < best):
+                best = found.seconds
+    return best
 
 
 def _fastest(

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from ..errors import InputError
+from ..torch_private.cuda_memory import free_idle_pinned_memory
 from ..trace.cuda import is_dense
 from ..trace.fakes import is_fake
 from ..trace.places import mark_elsewhere
@@ -24,6 +25,10 @@ from ..units import format_size
 
 _IN_MEMORY = ("tmpfs", "ramfs")
 _MOUNTS = Path("/proc/self/mounts")
+_MEMORY = Path("/proc/meminfo")
+_GROUP = Path("/sys/fs/cgroup")
+_SPARE_BYTES = 2**30
+"""Of the host's memory, left to all else."""
 
 
 def offloaded(tensor: torch.Tensor, folder: str, *, pinned: bool) -> torch.Tensor:
@@ -47,9 +52,31 @@ def place_for(tensor: torch.Tensor, folder: str, *, pinned: bool) -> torch.Tenso
 
 def pinned_bytes(nbytes: int) -> torch.Tensor:
     """So much pinned memory, which counts as elsewhere. OSError if there is none."""
+    check_pinned(nbytes)
     flat = _pinned(torch.empty(nbytes, dtype=torch.uint8, device="meta"))
     mark_elsewhere(flat)
     return flat
+
+
+def check_pinned(nbytes: int) -> None:
+    """OSError if the host has less left, before the system ends the process for it."""
+    free = free_for_pinned(taken := pinned_size(nbytes))
+    if free is not None and taken > free - _SPARE_BYTES:
+        raise OSError(f"the host has {format_size(free)} of memory left")
+
+
+def pinned_size(nbytes: int) -> int:
+    """As PyTorch takes it from the host: the next power of two."""
+    return 1 << (nbytes - 1).bit_length() if nbytes else 0
+
+
+def free_for_pinned(wanted: int) -> int | None:
+    """Memory that is left; what PyTorch keeps of earlier plans goes first, if it is needed."""
+    free = available_bytes()
+    if free is not None and wanted > free - _SPARE_BYTES:
+        free_idle_pinned_memory()
+        free = available_bytes()
+    return free
 
 
 def _pinned(tensor: torch.Tensor) -> torch.Tensor:
@@ -120,7 +147,7 @@ def check_room(needed: int, folder: str | None) -> None:
         free, where = shutil.disk_usage(folder).free, f"the disk of {folder}"
         hint = "give another folder: Offload(folder=…)"
     else:
-        known = available_bytes()
+        known = free_for_pinned(needed)
         if known is None:
             return
         free, where, hint = known, "the host's memory", "leave out offload"
@@ -145,9 +172,27 @@ def check_folder(given: str | None) -> None:
 def available_bytes() -> int | None:
     """Memory of the host that is free or can be freed; None where that is not told."""
     try:
-        text = Path("/proc/meminfo").read_text()
+        text = _MEMORY.read_text()
     except OSError:
         return None
     rows = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
     found = rows.get("MemAvailable", "").split()
-    return int(found[0]) * 1024 if found else None
+    left = _left_to_container()
+    known = [*([int(found[0]) * 1024] if found else []), *([] if left is None else [left])]
+    return min(known, default=None)
+
+
+def _left_to_container() -> int | None:
+    """Of what a control group may use, where this process is in one with a limit."""
+    try:
+        limit, used, kinds = (
+            (_GROUP / f"memory.{n}").read_text() for n in ("max", "current", "stat")
+        )
+    except OSError:
+        return None
+    if not limit.strip().isdigit():
+        return None
+    idle = sum(
+        int(line.split()[1]) for line in kinds.splitlines() if line.startswith("inactive_file")
+    )
+    return max(int(limit) - int(used) + idle, 0)

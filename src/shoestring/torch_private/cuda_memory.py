@@ -15,6 +15,12 @@ def clear_cublas_workspaces() -> None:
     torch._C._cuda_clearCublasWorkspaces()
 
 
+def free_idle_pinned_memory() -> None:
+    """Give back what PyTorch keeps of pinned memory that nobody uses any more."""
+    if torch.cuda.is_initialized() and hasattr(torch._C, "_host_emptyCache"):
+        torch._C._host_emptyCache()
+
+
 def end_allocate_to_pool(device_index: int, pool: Any) -> None:
     """Stop serving requests from a graph's pool."""
     torch._C._cuda_endAllocateToPool(device_index, pool)

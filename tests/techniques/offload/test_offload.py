@@ -21,6 +21,7 @@ from shoestring.errors import InputError, NoEffectWarning
 from shoestring.step.predict import predict_step
 from shoestring.techniques import host
 from shoestring.techniques import offload as technique
+from shoestring.techniques.base import Setup
 from shoestring.techniques.host import _pinned, folder_for, in_memory
 from shoestring.techniques.offload.state import OffloadedEntries, OffloadedState
 from shoestring.trace.places import is_elsewhere
@@ -466,6 +467,63 @@ def test_no_room_is_said_before_anything_changes(monkeypatch: pytest.MonkeyPatch
     assert not own.state and not isinstance(own.state, OffloadedState)
 
 
+def test_a_model_that_is_planned_elsewhere_asks_nothing_of_this_disk(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    usage = host.shutil.disk_usage
+    monkeypatch.setattr(host.shutil, "disk_usage", lambda f: usage(f)._replace(free=1000))
+    model = network().to("meta")
+    setup = Setup(
+        model, _adamw(model), lambda b: b, lambda b: (), lambda v: None, lambda: None
+    )  # fmt: skip
+    OFFLOAD.check(setup)
+
+
+def _host(folder: Path, monkeypatch: pytest.MonkeyPatch, free_kb: int, limit: str = "max") -> None:
+    """A host with so much memory, and a limit of the process's group, of which 1 GiB is used."""
+    (folder / "meminfo").write_text(f"MemTotal: 1 kB\nMemAvailable: {free_kb} kB\n")
+    (folder / "memory.max").write_text(f"{limit}\n")
+    (folder / "memory.current").write_text(f"{2**30}\n")
+    (folder / "memory.stat").write_text("anon 5\ninactive_file 4096\n")
+    monkeypatch.setattr(host, "_MEMORY", folder / "meminfo")
+    monkeypatch.setattr(host, "_GROUP", folder)
+
+
+def test_memory_that_is_left_is_that_of_the_container(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _host(tmp_path, monkeypatch, 8 * 2**20)
+    assert host.available_bytes() == 8 * 2**30
+    _host(tmp_path, monkeypatch, 8 * 2**20, limit=str(3 * 2**30))
+    assert host.available_bytes() == 2 * 2**30 + 4096
+
+
+def test_pinned_memory_is_refused_before_the_host_has_none_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch takes powers of two; what it keeps of an earlier plan is given back first."""
+    assert [host.pinned_size(n) for n in (0, 1, 512, 513)] == [0, 1, 512, 1024]
+    _host(tmp_path, monkeypatch, 3 * 2**20)
+    host.check_pinned(2**31)
+    with pytest.raises(OSError, match=r"the host has 3\.2 GB of memory left"):
+        host.check_pinned(2**31 + 1)
+    more = lambda: _host(tmp_path, monkeypatch, 6 * 2**20)  # noqa: E731
+    monkeypatch.setattr(host, "free_idle_pinned_memory", more)
+    host.check_pinned(2**31 + 1)
+
+
+def test_state_for_which_the_host_has_no_memory_stays_on_the_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a disk that fills: nothing is lost, and it is said."""
+    _host(tmp_path, monkeypatch, 2**20)
+    state = OffloadedState(str(tmp_path), 1)
+    value = torch.ones(8)
+    assert state.place(value, pinned=True) is value
+    with pytest.warns(RuntimeWarning, match="stay where they are: the host has 1.1 GB"):
+        state.warn()
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is pinned memory")
 def test_a_pinned_allocation_that_fails_is_no_room() -> None:
     """Without a GPU every one does."""
@@ -495,7 +553,11 @@ def _adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize(
     ("given", "said"),
-    [({"what": "weights"}, "cannot offload 'weights'"), ({"smallest": 0}, "not a whole number")],
+    [
+        ({"what": "weights"}, "cannot offload 'weights'"),
+        ({"smallest": 0}, "not a whole number"),
+        ({"share": 0}, "cannot offload a share of 0"),
+    ],
 )
 def test_bad_settings(given: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError, match=said):

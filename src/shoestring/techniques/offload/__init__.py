@@ -14,7 +14,7 @@ from ...trace.cuda import on_cuda
 from ...trace.fakes import is_fake
 from ...trace.graph import Trace
 from ..base import Flag, Meaning, Setup, Technique
-from ..host import check_folder, check_room, folder_for
+from ..host import check_folder, check_room, folder_for, pinned_size
 from ..offers import Context, Offer, Update, Updates
 from ..optimizers import ELEMENTWISE
 from ..registry import register
@@ -51,7 +51,6 @@ class Offload(Technique):
     order: ClassVar[int] = 27
     flags: ClassVar[tuple[Flag, ...]] = (
         Flag("offload", "what", str, "Tensors to keep on the host: state.", label="on the host"),
-        Flag("offload_share", "share", float, "Part of them that leaves the device.", 1.0),
     )
     updates_apart: ClassVar[bool] = True
     runs_eagerly: ClassVar[bool] = True
@@ -161,7 +160,7 @@ class Offload(Technique):
                 hint=f"give the {name} it holds",
             )
         parameters = _held(setup.optimizer)
-        if any(is_fake(p) for p in parameters):
+        if any(is_fake(p) or p.is_meta for p in parameters):
             return
         folder = None if any(p.is_cuda for p in parameters) else folder_for(self.folder)
         if folder is not None:
@@ -208,7 +207,11 @@ class Offload(Technique):
         moments = 2 if isinstance(setup.optimizer, (torch.optim.Adam, torch.optim.AdamW)) else 1
         leaving = self._leaving(_held(setup.optimizer))
         each = moments if plain else 0.5 * moments
-        return int(sum(each * p.numel() * (p.element_size() if plain else 1) for p in leaving))
+        sizes = [int(each * p.numel() * (p.element_size() if plain else 1)) for p in leaving]
+        return sum(
+            pinned_size(nbytes) if p.is_cuda else nbytes
+            for p, nbytes in zip(leaving, sizes, strict=True)
+        )
 
 
 class _OnHost(Meaning):

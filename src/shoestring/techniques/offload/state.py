@@ -17,9 +17,10 @@ import torch
 from torch.optim import Optimizer
 
 from ...errors import first_line
+from ...trace.fakes import is_fake
 from ...trace.places import is_elsewhere
 from ...units import format_size
-from ..host import offloaded, pinned_bytes
+from ..host import check_pinned, offloaded, pinned_bytes
 from ..optimizers import whole_elements
 
 Entries = dict[str, Any]
@@ -233,6 +234,8 @@ class OffloadedState(defaultdict[torch.Tensor, Entries]):
         if self._left[1]:
             return value
         try:
+            if pinned and not is_fake(value):
+                check_pinned(value.nbytes)
             return offloaded(value, self._folder, pinned=pinned)
         except OSError as error:  # the update must not end halfway: say it at its end
             self._left = self._left[0] + value.nbytes, first_line(error)
