@@ -51,6 +51,7 @@ if TYPE_CHECKING:
         Precision,
         Sparsity,
         Technique,
+        TiledMLP,
         register,
     )
     from .techniques.claims import Level
@@ -94,6 +95,7 @@ __all__ = [
     "Sparsity",
     "Step",
     "Technique",
+    "TiledMLP",
     "TraceError",
     "TrainingStopped",
     "UnknownOperationWarning",
@@ -138,6 +140,7 @@ _PLACES = {
         "Precision",
         "Sparsity",
         "Technique",
+        "TiledMLP",
         "register",
     ),
     "techniques.claims": ("Level",),
