@@ -29,6 +29,12 @@ class TiledMLP(Technique):
 
     They are found by what they compute: a gated or plain MLP, with LoRA or without, of any library.
     Backward runs each tile again. Inputs of fewer than two tiles run whole.
+
+    Args:
+        rows: Positions of all examples that an MLP runs on at a time; by default 2,048.
+
+    Examples:
+        >>> plan = ss.Plan([ss.TiledMLP(), ss.Checkpointing("residual-1")])
     """
 
     name: ClassVar[str] = "mlp_tiles"
@@ -58,7 +64,7 @@ class TiledMLP(Technique):
 
     def describe(self) -> tuple[str, str]:
         """The text for plans and tables."""
-        return self.short(), "an MLP's inside exists for some positions; computed once more"
+        return self.short(), "an MLP's inside exists for some positions; recomputed in backward"
 
     @classmethod
     def offers(cls, context: Context) -> Iterable[Offer]:
