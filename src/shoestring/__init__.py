@@ -52,6 +52,7 @@ if TYPE_CHECKING:
         Precision,
         Sparsity,
         Technique,
+        TiledMLP,
         register,
     )
     from .techniques.claims import Level
@@ -96,6 +97,7 @@ __all__ = [
     "Sparsity",
     "Step",
     "Technique",
+    "TiledMLP",
     "TraceError",
     "TrainingStopped",
     "UnknownOperationWarning",
@@ -141,6 +143,7 @@ _PLACES = {
         "Precision",
         "Sparsity",
         "Technique",
+        "TiledMLP",
         "register",
     ),
     "techniques.claims": ("Level",),

@@ -1,8 +1,8 @@
 """Gradients added over the ranks one by one, while the backward pass runs.
 
 Collectives must come in one order on all ranks, and gradients may not: a rank that sends no example
-to an expert has no gradient of it. So in the first backward pass every rank says which gradient it
-has, and what all have said is added; the order in which that happens is the order from then on. A
+to an expert has no gradient of it. So in the first backward pass every rank tells which gradient it
+has, and those that all have are added; the order in which that happens is the order from then on. A
 gradient whose turn has not come waits for it.
 """
 
@@ -37,7 +37,7 @@ class InOrder:
         self._next = 0
         if not self._agreed:
             self._order = []
-            self._said: list[set[int]] = [set() for _ in range(ranks())]
+            self._told: list[set[int]] = [set() for _ in range(ranks())]
 
     def watched(self, parameter: torch.Tensor) -> torch.Tensor:
         """Itself."""
@@ -47,7 +47,7 @@ class InOrder:
         """This rank's gradient is final: the parameters whose sums are there now."""
         index = self._index[parameter]
         if not self._agreed:
-            yield from self._say(index)
+            yield from self._tell(index)
             return
         self._ready.add(index)
         while self._next < len(self._order) and self._order[self._next] in self._ready:
@@ -57,13 +57,13 @@ class InOrder:
     def rest(self) -> Iterator[torch.Tensor]:
         """After the passes: all that are left, zeros where this rank has none."""
         if not self._agreed:
-            own = self._said[dist.get_rank()]
+            own = self._told[dist.get_rank()]
             for index, parameter in enumerate(self._parameters):
                 if parameter.grad is not None and index not in own:
-                    yield from self._say(index)
+                    yield from self._tell(index)
             while not self._all_done:
-                yield from self._say(_NONE)
-            for index in sorted(set().union(*self._said) - set(self._order)):
+                yield from self._tell(_NONE)
+            for index in sorted(set().union(*self._told) - set(self._order)):
                 self._order.append(index)
                 yield self._added(index)
             self._agreed = True
@@ -84,16 +84,16 @@ class InOrder:
         """Asks all ranks."""
         return largest(int(here)) > 0
 
-    def _say(self, index: int) -> Iterator[torch.Tensor]:
-        """What all ranks have said by now."""
+    def _tell(self, index: int) -> Iterator[torch.Tensor]:
+        """Tell all ranks, and add what every rank has told by now."""
         own = torch.tensor([index], dtype=torch.int64, device=communication_device())
         every = [torch.empty_like(own) for _ in range(ranks())]
         dist.all_gather(every, own)
-        said = [int(one) for one in every]
-        self._all_done = all(one == _NONE for one in said)
-        for held, one in zip(self._said, said, strict=True):
+        told = [int(one) for one in every]
+        self._all_done = all(one == _NONE for one in told)
+        for held, one in zip(self._told, told, strict=True):
             held.update({one} - {_NONE})
-        for found in sorted(set.intersection(*self._said) - set(self._order)):
+        for found in sorted(set.intersection(*self._told) - set(self._order)):
             self._order.append(found)
             yield self._added(found)
 

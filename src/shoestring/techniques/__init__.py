@@ -8,6 +8,7 @@ from .chunked_loss import ChunkedLoss
 from .fused_update import FusedUpdate
 from .gradient_release import GradientRelease
 from .microbatching import Microbatching
+from .mlp_tiles import TiledMLP
 from .offload import Offload
 from .optimizer_state import OptimizerState
 from .precision import Precision
@@ -27,6 +28,7 @@ __all__ = [
     "Precision",
     "Sparsity",
     "Technique",
+    "TiledMLP",
     "register",
     "registered",
 ]
