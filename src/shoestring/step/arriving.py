@@ -85,7 +85,7 @@ class InOrder:
         return largest(int(here)) > 0
 
     def _say(self, index: int) -> Iterator[torch.Tensor]:
-        """What all ranks have said by now."""
+        """All that the ranks have said by now."""
         own = torch.tensor([index], dtype=torch.int64, device=communication_device())
         every = [torch.empty_like(own) for _ in range(ranks())]
         dist.all_gather(every, own)
