@@ -35,17 +35,28 @@ _DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 
 @dataclass(frozen=True)
 class Configured:
-    """A model that a configuration describes, and the batch it trains on."""
+    """A model that a configuration describes, and the batch it trains on.
+
+    Args:
+        name: "hf:FOLDER", "hf:NAME" or "timm:NAME".
+        tokens: Length of an example.
+        batch: Examples in a batch.
+        dtype: Of the weights, "bf16", "fp16" or "fp32"; by default as the configuration says,
+            else FP32.
+        lora: Settings of PEFT's LoRA, such as "r=16" or "r=16,alpha=32,targets=all-linear".
+        quantize: "nf4": frozen weights of linear layers as bitsandbytes stores them.
+
+    Examples:
+        >>> given = ss.Configured("hf:examples/tiny-llama", tokens=32)
+        >>> fake_model, fake_batch = given.build()
+    """
 
     name: str
     tokens: int = 2048
     batch: int = 1
     dtype: str | None = None
-    """Of the weights; by default as the configuration says, else FP32."""
     lora: str | None = None
-    """Settings of PEFT's LoRA, such as "r=16" or "r=16,alpha=32,targets=all-linear"."""
     quantize: str | None = None
-    """"nf4": frozen weights of linear layers as bitsandbytes stores them."""
 
     def __post_init__(self) -> None:
         if self.dtype is not None and self.dtype not in DTYPES:
@@ -155,7 +166,14 @@ class Configured:
         return next((depth for depth in given if isinstance(depth, int)), None)
 
     def with_layers(self, layers: int) -> Configured:
-        """The same model with another number of layers."""
+        """The same model with another number of layers.
+
+        Args:
+            layers: How many.
+
+        Returns:
+            Another configuration.
+        """
         config = copy.deepcopy(self._configuration)
         for name in _DEPTHS:
             if isinstance(getattr(config, name, None), int):
@@ -168,7 +186,15 @@ class Configured:
         return made
 
     def sized(self, *, batch: int | None = None, tokens: int | None = None) -> Configured:
-        """The same model on another batch."""
+        """The same model on another batch.
+
+        Args:
+            batch: Examples in a batch; None keeps the number.
+            tokens: Length of an example; None keeps it.
+
+        Returns:
+            Another configuration.
+        """
         made = replace(self, batch=batch or self.batch, tokens=tokens or self.tokens)
         made.__dict__.update({k: v for k, v in self.__dict__.items() if k == "_configuration"})
         return made
