@@ -22,7 +22,7 @@ from shoestring.techniques import registry
 
 ROOT = Path(__file__).parents[1]
 NAMES = re.findall(r"^::: shoestring\.(\w+)$", (ROOT / "docs" / "api.md").read_text(), re.M)
-CLASSES = {
+OURS = {
     node.name
     for path in (ROOT / "src").rglob("*.py")
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
@@ -41,7 +41,7 @@ def test_classes_it_takes_and_gives_are_public(name):
     signature = inspect.signature(getattr(ss, name))
     annotations = [p.annotation for p in signature.parameters.values()]
     words = set(re.findall(r"\w+", " ".join(map(str, [*annotations, signature.return_annotation]))))
-    assert words & CLASSES <= set(ss.__all__)
+    assert words & OURS <= set(ss.__all__)
 
 
 def test_there_are_functions():

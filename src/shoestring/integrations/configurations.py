@@ -35,17 +35,26 @@ _DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 
 @dataclass(frozen=True)
 class Configured:
-    """A model that a configuration describes, and the batch it trains on."""
+    """A model that a configuration describes, and the batch it trains on.
+
+    Args:
+        name: "hf:FOLDER", "hf:NAME" or "timm:NAME".
+        tokens: Length of each sequence.
+        batch: Sequences, or images.
+        dtype: Of the weights; by default as the configuration says, else FP32.
+        lora: Settings of PEFT's LoRA, such as "r=16" or "r=16,alpha=32,targets=all-linear".
+        quantize: "nf4": frozen weights of linear layers as bitsandbytes stores them.
+
+    Examples:
+        >>> chosen = ss.Configured("hf:./llama-8b", tokens=2048, lora="r=16")
+    """
 
     name: str
     tokens: int = 2048
     batch: int = 1
     dtype: str | None = None
-    """Of the weights; by default as the configuration says, else FP32."""
     lora: str | None = None
-    """Settings of PEFT's LoRA, such as "r=16" or "r=16,alpha=32,targets=all-linear"."""
     quantize: str | None = None
-    """"nf4": frozen weights of linear layers as bitsandbytes stores them."""
 
     def __post_init__(self) -> None:
         if self.dtype is not None and self.dtype not in DTYPES:
@@ -155,7 +164,11 @@ class Configured:
         return next((depth for depth in given if isinstance(depth, int)), None)
 
     def with_layers(self, layers: int) -> Configured:
-        """The same model with another number of layers."""
+        """The same model with another number of layers.
+
+        Args:
+            layers: That many.
+        """
         config = copy.deepcopy(self._configuration)
         for name in _DEPTHS:
             if isinstance(getattr(config, name, None), int):
@@ -168,7 +181,12 @@ class Configured:
         return made
 
     def sized(self, *, batch: int | None = None, tokens: int | None = None) -> Configured:
-        """The same model on another batch."""
+        """The same model on another batch.
+
+        Args:
+            batch: By default as many examples as here.
+            tokens: By default as many as here.
+        """
         made = replace(self, batch=batch or self.batch, tokens=tokens or self.tokens)
         made.__dict__.update({k: v for k, v in self.__dict__.items() if k == "_configuration"})
         return made
