@@ -313,6 +313,12 @@ def test_a_class_whose_batch_is_not_known_is_refused_by_its_name(
         configured(tmp_path, {"model_type": kind}, named).build()
 
 
+def test_a_model_type_that_transformers_does_not_have_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ss.InputError, match="has no model type 'their_own'") as caught:
+        configured(tmp_path, {"model_type": "their_own"}).build()
+    assert "package.module:factory" in str(caught.value.hint)
+
+
 def test_a_timm_model(vision: str) -> None:
     try:
         import timm  # noqa: F401

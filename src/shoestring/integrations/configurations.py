@@ -129,8 +129,12 @@ class Configured:
         try:
             # Unless told so, transformers asks on stdin whether to run the code beside it.
             how = {"local_files_only": not _hub_is_there(path), "trust_remote_code": False}
-            check_sizes(PreTrainedConfig.get_config_dict(name, **how)[0])
+            held = PreTrainedConfig.get_config_dict(name, **how)[0]
+            check_sizes(held)
+            _check_type(name, held.get("model_type"))
             return AutoConfig.from_pretrained(name, **how)
+        except InputError:
+            raise
         except Exception as error:
             if path.exists():
                 told = f"cannot be read: {_brief(error)}"
@@ -319,6 +323,17 @@ def _with_lora(model: nn.Module, text: str) -> nn.Module:
         raise InputError(
             f"LoRA does not fit this model: {_brief(error)}", hint="--lora r=16,targets=all-linear"
         ) from None
+
+
+def _check_type(name: str, kind: Any) -> None:
+    """InputError for a family that the installed transformers does not have."""
+    from transformers import CONFIG_MAPPING, __version__
+
+    if isinstance(kind, str) and kind not in CONFIG_MAPPING:
+        raise InputError(
+            f"{name}: transformers {__version__} has no model type {kind[:60]!r}",
+            hint="a newer transformers may; for code of your own give package.module:factory",
+        )
 
 
 def _hub_is_there(path: Path) -> bool:
