@@ -204,6 +204,14 @@ def test_what_leaves_is_small_beside_the_buffers_and_evenly_apart() -> None:
     assert which([1000, 10], 0.9) == {0, 1}  # nothing small is enough
 
 
+def test_rows_of_a_rank_count_as_their_whole_tensor() -> None:
+    """So that all ranks let the same tensors go, and small rows do not stay."""
+    rows = nn.Linear(8, 8).weight
+    assert ss.Offload(smallest=100)._leaving([rows]) == []
+    rows.whole_elements = 128  # type: ignore[attr-defined]
+    assert ss.Offload(smallest=100)._leaving([rows])[0] is rows
+
+
 def test_snapshots_resume_to_the_bit(tmp_path: Path, way: str) -> None:
     """By the same plan and by a plain step; what was saved does not follow the training."""
     whole = trained("adamw", OFFLOAD, steps=4)

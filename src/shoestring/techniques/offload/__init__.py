@@ -16,7 +16,7 @@ from ...trace.graph import Trace
 from ..base import Flag, Meaning, Setup, Technique
 from ..host import check_folder, check_room, folder_for, pinned_size
 from ..offers import Context, Offer, Update, Updates
-from ..optimizers import ELEMENTWISE
+from ..optimizers import ELEMENTWISE, whole_elements
 from ..registry import register
 from .state import OffloadedState, keep_on_host
 from .update import MappedUpdate, StreamedUpdate, buffer_sizes, which_move
@@ -233,7 +233,7 @@ def _names(model: torch.nn.Module) -> dict[int, str]:
 
 
 def _elements(one: Any) -> int:
-    return one.numel() if isinstance(one, torch.Tensor) else one.numel
+    return whole_elements(one) if isinstance(one, torch.Tensor) else int(one.numel)
 
 
 def _has_state(optimizer: torch.optim.Optimizer) -> bool:
