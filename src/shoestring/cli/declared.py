@@ -20,7 +20,7 @@ _KINDS = {kind.__name__: kind for kind in (bool, int, float, str)}
 
 
 @dataclass(frozen=True)
-class Option:
+class DeclaredFlag:
     """A flag of a technique, as the command line shows it."""
 
     name: str
@@ -33,7 +33,7 @@ class Declared:
     """One technique: the name by which `--allow` knows it, and its flags."""
 
     allow: str
-    options: tuple[Option, ...]
+    options: tuple[DeclaredFlag, ...]
 
 
 @cache
@@ -53,7 +53,7 @@ def imported() -> tuple[Declared, ...]:
 
     return tuple(
         Declared(
-            kind.allow or name, tuple(Option(f.name, f.kind, f.help) for f in kind.flags)
+            kind.allow or name, tuple(DeclaredFlag(f.name, f.kind, f.help) for f in kind.flags)
         )
         for name, kind in registered().items()
     )  # fmt: skip
@@ -86,13 +86,13 @@ def _declared(kind: ast.ClassDef) -> tuple[int, str, Declared]:
     return value("order", 50), name, Declared(allow, tuple(_option(call) for call in calls))
 
 
-def _option(call: ast.expr) -> Option:
+def _option(call: ast.expr) -> DeclaredFlag:
     if not isinstance(call, ast.Call):
         raise ValueError("a flag that is not written out")
     given = dict(zip(("name", "setting", "kind", "help"), call.args, strict=False))
     given |= {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
     kind = _KINDS[_name(given["kind"])]
-    return Option(ast.literal_eval(given["name"]), kind, ast.literal_eval(given["help"]))
+    return DeclaredFlag(ast.literal_eval(given["name"]), kind, ast.literal_eval(given["help"]))
 
 
 def _name(node: ast.expr) -> str:

@@ -129,7 +129,7 @@ def with_technique_flags(command: Command) -> Command:
     return called
 
 
-def _option(flag: declared.Option) -> inspect.Parameter:
+def _option(flag: declared.DeclaredFlag) -> inspect.Parameter:
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     option = typer.Option("--" + flag.name.replace("_", "-"), help=flag.help)
     wanted: Any = bool if flag.kind is bool else flag.kind | None

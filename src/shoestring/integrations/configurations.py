@@ -24,7 +24,7 @@ from ..errors import InputError, first_line
 from ..torch_private.fake_tensors import FakeTensorMode
 from ..trace.fakes import fake_batch, fake_model
 from .hosted import library
-from .kinds import Kind
+from .kinds import TrainedClass
 from .limits import check_sizes, counted_modules
 from .quantized import FourBits, quantization_of, quantize_linear
 
@@ -147,8 +147,8 @@ class Configured:
             loud.setLevel(level)
 
     @cached_property
-    def _kind(self) -> Kind:
-        return Kind.of(self._configuration, self.name)
+    def _kind(self) -> TrainedClass:
+        return TrainedClass.of(self._configuration, self.name)
 
     @property
     def trains_as(self) -> str:

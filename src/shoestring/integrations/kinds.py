@@ -27,7 +27,7 @@ _HINT = "give package.module:factory with --input instead"
 
 
 @dataclass(frozen=True)
-class Kind:
+class TrainedClass:
     """The class that is trained, and what it sees."""
 
     model: Any
@@ -36,7 +36,7 @@ class Kind:
     """Whether the configuration names it."""
 
     @classmethod
-    def of(cls, config: Any, name: str) -> Kind:
+    def of(cls, config: Any, name: str) -> TrainedClass:
         """Of a configuration; InputError where it trains on what a configuration does not tell."""
         import transformers
         from transformers.models.auto import modeling_auto
