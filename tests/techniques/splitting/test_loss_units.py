@@ -16,7 +16,8 @@ from shoestring.errors import InputError, UnprovenWarning
 from shoestring.step.apply import apply
 from shoestring.techniques import Microbatching
 from shoestring.techniques.plan import Plan
-from shoestring.techniques.splitting.find import _Trial, find_units
+from shoestring.techniques.splitting.examples import ExampleRuns
+from shoestring.techniques.splitting.find import find_units
 from techniques.small_models import SMALL
 
 torch.set_num_threads(1)
@@ -239,16 +240,8 @@ def test_a_tensor_that_is_not_there_is_named() -> None:
     assert "x" in str(raised.value.hint)
 
 
-class OnCuda(_Trial):
-    """As on a GPU: a number that the tensor does not have cannot be tried."""
-
-    def _ends_the_process(self, candidate: str) -> bool:
-        tensor, value = self._counted(candidate)
-        return not bool((tensor == value).any())
-
-
-def test_nothing_is_tried_that_ends_a_process_on_cuda() -> None:
-    """Tokens are inputs and labels: -100 is no row of an embedding, which CUDA answers by dying."""
+def test_nothing_is_tried_that_ends_a_process_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA a token that no embedding has ends the process: -100 among tokens is not tried."""
 
     class Words(nn.Module):
         def __init__(self) -> None:
@@ -265,5 +258,9 @@ def test_nothing_is_tried_that_ends_a_process_on_cuda() -> None:
 
     torch.manual_seed(0)
     tokens = torch.randint(11, (4, 6))
-    found = OnCuda(Words(), tokens, loss, wide=True).found(gradients=True)
+    monkeypatch.setattr(
+        "shoestring.techniques.splitting.examples.ends_the_process",
+        lambda batch, candidate: not bool((batch == int(candidate.rpartition("!= ")[2])).any()),
+    )
+    found = ExampleRuns(Words(), tokens, loss, wide=True).found(gradients=True)
     assert found.splits and found.units == "batch[:, 1:] != -100", found

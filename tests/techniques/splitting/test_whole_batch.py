@@ -207,3 +207,12 @@ def test_hooks_on_gradients_belong_to_the_test(change: Any, splits: bool) -> Non
     found = find_units(model, batch(), classify)
     assert found.splits is splits, found
     assert splits or "their gradients do not" in found.why
+
+
+def test_a_tensor_without_elements_counts_nothing() -> None:
+    def loss(model: nn.Module, b: Any) -> torch.Tensor:
+        return (model(b[0]).square().mean(1) * b[1]).sum() / b[1].sum()
+
+    mask = torch.tensor([1, 0, 1, 1, 1, 0, 0, 1])
+    found = find_units(nn.Linear(4, 3), (torch.randn(8, 4), mask, mask.new_zeros(8, 0)), loss)
+    assert found.splits, found
