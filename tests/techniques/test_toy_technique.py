@@ -16,6 +16,9 @@ from torch import nn
 
 import shoestring as ss
 from shoestring.lab.target import at_once, resolve
+from shoestring.planning.planner import Planner
+from shoestring.planning.settings import Setting
+from shoestring.techniques.offers import Offer
 from shoestring.techniques.registry import register, unregister
 from tiny_nets import TINY
 
@@ -127,6 +130,15 @@ def test_a_changed_batch_is_planned_and_keeps_its_word(small_images: Any) -> Non
     assert plan.small_images == small_images(2) and plan.kind == "lossy"
     made = ss.apply(plan, model, optimizer, loss=given["loss"])
     assert made.measure(batch).peak_bytes == pytest.approx(plan.predicted.peak_bytes, rel=0.01)
+
+
+def test_a_changed_batch_is_counted_apart_from_one_that_is_as_large(small_images: Any) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU())
+    planner = Planner(model, torch.randn(8, 3, 32, 32), loss=lambda m, b: m(b).square().mean(),
+                      optimizer="sgd", accounting="fundamental")  # fmt: skip
+    parts, small = Offer(ss.Microbatching(4), ""), Offer(small_images(2), "")
+    traces = [planner.estimates._trace(Setting(some)) for some in ((small, parts), (parts,))]
+    assert len(set(map(id, traces))) == 2
 
 
 STUDY = """

@@ -55,7 +55,7 @@ class FundamentalEstimates:
         self.context, self._trace_of = context, trace_of
         self.room_bytes: int | None = None
         self.passes = Work()
-        self._traces: dict[int | None, Trace] = {}
+        self._traces: dict[Techniques, Trace] = {}
         self._residents: dict[Techniques, int] = {}
         self._counts: dict[tuple[Technique | None, Techniques], _Counted] = {}
         context.trace = self._trace(Setting())
@@ -63,12 +63,13 @@ class FundamentalEstimates:
     def _trace(self, setting: Setting) -> Trace:
         """Of what runs at once."""
         batch = self.context.batch
-        size = setting.plan().examples_at_once(batch)
-        if size not in self._traces:
-            for technique in setting.techniques:
+        plain = Technique.prepare
+        preparing = tuple(t for t in setting.techniques if type(t).prepare is not plain)
+        if preparing not in self._traces:
+            for technique in preparing:
                 batch = technique.prepare(batch)
-            self._traces[size] = self._trace_of(batch)
-        return self._traces[size]
+            self._traces[preparing] = self._trace_of(batch)
+        return self._traces[preparing]
 
     @cached_property
     def plain(self) -> Prediction:
