@@ -45,9 +45,9 @@ from ..torch_private.storages import suggest_memory_format
 from ..torch_private.trees import tensor_leaves
 from .flops import flops_of
 from .graph import Op, Phase, TensorSpec, channels_last_order
-from .losses import is_whole, with_whole_storage
 from .onednn import with_workspace
 from .outside import UNKNOWN
+from .oversized import held_elements, with_storage_of
 from .passes import times
 from .places import bytes_here
 from .statistics import with_wide_statistics
@@ -220,17 +220,17 @@ class Recorder(OperationMode):
         if func is torch.ops.aten.mkldnn_rnn_layer.default:
             out = with_workspace(args, out)
         out = with_wide_statistics(func, args, out)
-        whole = is_whole(func, args, kwargs)
-        if whole:
-            out = with_whole_storage(args, out)
+        elements = held_elements(func, args, kwargs, out)
+        if elements:
+            out = with_storage_of(elements, out)
         index = len(self.ops)
         for tensor in written_tensors:
             record = self.storage_of(tensor)
             if record is not None:
                 self._new_value(record, tensor, index)
         outputs = [spec for t in tensor_leaves(out) if (spec := self.spec(t, index)) is not None]
-        if whole:
-            self.values[outputs[0].value].numel = 1  # all that an ideal executor holds
+        if elements:
+            self.values[outputs[0].value].numel = out.numel()  # all that an ideal executor holds
         is_view = known.returns_view
         if is_view and outputs and not any(s.value == outputs[0].value for _, s in inputs):
             is_view = False  # reshape and contiguous may copy after all

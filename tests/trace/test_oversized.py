@@ -1,4 +1,4 @@
-"""Losses that shrink their terms to one number keep the storage of the terms."""
+"""Results that shrink, such as losses of many terms, keep the storage they had."""
 
 from typing import Any
 
@@ -36,3 +36,22 @@ def test_the_storage_counts_on_the_device_and_the_number_alone_elsewhere(name: s
     assert planned.peak_bytes == measured.peak_bytes
     trace = trace_model(model, batch, loss=loss)
     assert trace.values[trace.loss].numel == 1
+
+
+def test_folded_patches_lie_in_a_storage_as_large_as_the_patches() -> None:
+    class Folding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(27, 27)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(3):
+                patches = F.unfold(x, 3, padding=1, stride=2).transpose(1, 2)
+                made = self.layer(patches).tanh().transpose(1, 2)
+                x = x + F.fold(made, x.shape[-2:], 3, 1, 1, 2)
+            return x
+
+    given: dict[str, Any] = {"loss": lambda m, b: m(b).square().mean(), "optimizer": "sgd"}
+    model, batch = Folding(), torch.randn(8, 3, 32, 32)
+    predicted = ss.profile(model, batch, accounting="device", **given)
+    assert predicted.peak_bytes == ss.measure(model, batch, **given).peak_bytes
