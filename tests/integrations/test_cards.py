@@ -124,7 +124,7 @@ def test_several_cards_share_a_model(llama: str, short: str) -> None:
     )
     assert sizes.plain_bytes == reserved(ranks.of_one(trace, Plan(), model, batch)).eager_bytes
     names = {t.name for point in sizes.front for t in point.plan.techniques}
-    assert "gradient_release" not in names
+    assert "sparsity" not in names
     done = call(
         "plan", short, "--tokens", 128, "--batch", 4, "--budget", "1 GB", "--gpus", 2, "--json"
     )
@@ -198,7 +198,7 @@ def test_the_command_line(short: str, tmp_path: Path) -> None:
     done = call("cards", short, "--tokens", 128, "--card", 8, "--html", page, "--json")
     assert done.status == 0, done.err
     assert json.loads(done.out)["rows"][0]["card"] == "8 GB"
-    assert "<table>" in page.read_text() and "8 GB" in page.read_text()
+    assert "<table" in page.read_text() and "8 GB" in page.read_text()
     done = call("plan", short, "--tokens", 128, "--batch", 2, "--budget", "8 GB", "--json")
     assert done.status == 0, done.err
     assert json.loads(done.out)["predicted"]["device"] == "cuda"

@@ -144,8 +144,11 @@ def search(
                     near = _fastest(estimates, alike, limit_bytes, FASTER * seconds)
                     if near is not None:
                         return replace(near, lossless_seconds=seconds)
-    found = (_fastest(estimates, alike, limit_bytes) for _, alike in groups)
-    return next((one for one in found if one is not None), None)
+    for _, alike in groups:
+        found = _fastest(estimates, alike, limit_bytes)
+        if found is not None:
+            return _simpler(estimates, found, alike, limit_bytes)
+    return None
 
 
 def _estimated(estimates: Estimates, settings: Sequence[Setting], limit_bytes: int) -> float | None:
@@ -159,6 +162,29 @@ def _estimated(estimates: Estimates, settings: Sequence[Setting], limit_bytes: i
             if found is not None and (best is None or found.seconds < best):
                 best = found.seconds
     return best
+
+
+def _simpler(
+    estimates: Estimates, found: Found, settings: Sequence[Setting], limit_bytes: int
+) -> Found:
+    """The same schedule with fewer techniques, if that fits, too, and takes no longer.
+
+    Each setting is searched for itself, so one with more techniques may come to a schedule first.
+    """
+    own = found.candidate.setting
+    fewer = [
+        s for s in settings
+        if s.scales == own.scales and {id(o) for o in s.offers} < {id(o) for o in own.offers}
+        and estimates.least_seconds(s) < found.seconds and estimates.least_bytes(s) <= limit_bytes
+    ]  # fmt: skip
+    for setting in sorted(fewer, key=lambda s: len(s.offers))[:1]:
+        candidate = replace(found.candidate, setting=setting)
+        predicted = estimates.predict(candidate)
+        if predicted is not None and predicted.needed_bytes <= limit_bytes:
+            simpler = Found(candidate, predicted)
+            if simpler.seconds <= found.seconds:
+                return simpler
+    return found
 
 
 def _fastest(

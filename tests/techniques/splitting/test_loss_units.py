@@ -191,7 +191,7 @@ def test_plans_have_microbatches_where_the_loss_splits() -> None:
     plan = ss.plan(model, x, loss=lambda m, b: m(b).square().sum(), budget="400 KB", **given)
     assert plan.microbatching.units == "sum" and plan.kind == "lossless"
     why = {choice.part: choice.why for choice in plan.choices}
-    assert "tested on 4 examples" in why["microbatching"]
+    assert "tested on 512 examples" in why["microbatching"]
     assert Plan.from_dict(plan.to_dict()).microbatching == plan.microbatching
     with pytest.raises(ss.BudgetError) as raised:
         ss.plan(model, x, loss=contrastive, budget="400 KB", **given)
