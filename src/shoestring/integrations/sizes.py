@@ -36,7 +36,7 @@ FEW, MORE = 2, 4
 IN_FLIGHT = (4, 6)
 """Under `fsdp`, which has three of them in flight at once."""
 _PHASES = ("forward", "backward", "optimizer")
-_MOST_SETTINGS, _MOST_TRACED = 64, 4
+_MOST_SETTINGS, _MOST_TRACED = 80, 4
 """Settings beside schedules that are estimated, and those of them that are traced."""
 _MOST_POINTS = 12
 """Schedules between the plain step and the smallest."""
@@ -245,6 +245,8 @@ class Sizes:
         last = self._planners[-1]
         some = self._settings[1:]
         known: list[Candidate] = []
+        between = {id(offer) for ladder in last._offers for offer in ladder[:-1]}
+        some.sort(key=lambda s: sum(id(offer) in between for offer in s.offers))  # ends first
         for setting in [s for s in some if s.offers][:_MOST_SETTINGS]:
             if found := last.estimates.front(setting):
                 least = min(found, key=lambda c: c.peak_bytes)
@@ -257,13 +259,17 @@ class Sizes:
         for candidate in sorted(known, key=lambda c: (c.seconds, c.peak_bytes)):
             if not best or candidate.peak_bytes < best[-1].peak_bytes:
                 best.append(candidate)
-        return [self._as_point(candidate, fronts) for candidate in _spread(best, _MOST_TRACED)]
+        chosen = _spread(best, _MOST_TRACED)
+        whole = [c for c in best if c.plan.at_once is None]  # the longest context is this one's
+        chosen += [c for c in whole[-1:] if c not in chosen]
+        return [self._as_point(candidate, fronts) for candidate in chosen]
 
     @cached_property
     def _settings(self) -> list[Setting]:
         """Candidates to try, the least lossy first."""
         last = self._planners[-1]
         every = last._settings(last.allowed)
+        every = [s for s in every if all(t.extrapolates for t in s.techniques)]
         if self.ranks.count == 1:
             return every
         model, optimizer = last.context.model, last.context.optimizer

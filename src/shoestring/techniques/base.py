@@ -250,6 +250,8 @@ class Technique:
     """Parameters are other tensors with it, so that to try it out would take room for both."""
     updates_in_backward: ClassVar[bool] = False
     """A trace of the passes needs the optimizer that trains."""
+    extrapolates: ClassVar[bool] = True
+    """Its bytes at a few lengths tell those at others; `cards` tries no other techniques."""
     moves_elements: ClassVar[bool] = False
     """Between updates elements of a parameter, and of state of its shape, change their places."""
     rounds_saved: ClassVar[bool] = False

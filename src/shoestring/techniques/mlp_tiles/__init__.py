@@ -46,6 +46,7 @@ class TiledMLP(Technique):
     changes_update: ClassVar[bool] = False
     changes_passes: ClassVar[bool] = True
     proof: ClassVar[Any] = "alone"
+    extrapolates: ClassVar[bool] = False
 
     rows: int | None = None
 
