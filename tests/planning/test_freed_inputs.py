@@ -64,3 +64,21 @@ def test_alike_in_the_middle_of_many(chain: Chain) -> None:
     """First and last block need other tensors around them; all do the same work."""
     middle = [stage.options for stage in chain.blocks[1:-1]]
     assert all(options == middle[0] for options in middle)
+
+
+def test_blocks_that_run_twice_or_never_are_no_stages() -> None:
+    """As many calls as blocks, though not one of each."""
+
+    class Reused(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers, self.leave = deep(6)[:-1], deep(1)[-1]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for number in (0, 2, 3, 4, 5, 2):
+                x = self.layers[number](x)
+            made: torch.Tensor = self.leave(x)
+            return made
+
+    found = chain_of((), Reused(), BATCH, loss=loss, optimizer="sgd-plain")
+    assert [stage.name for stage in found.blocks] == [f"layers.{n}" for n in (0, 3, 4, 5)]

@@ -2,34 +2,78 @@
 
 A plan in bf16 differs from plain training by far more than FP32's rounding. How much is right for
 this very step is measured: plain training is emulated with every result rounded to 16 bits, and
-its distance from FP64 is the noise that the plan may have, too. Four things widen it:
+its distance from FP64 is the noise that the plan may have, too. Five things widen it:
 
     parts that are added up      a loop over the plan's parts, emulated as well
     Adam and its like            a move of each parameter, where its gradient is mostly rounding
     squares of gradients         (1 + e)² - 1 for a gradient within e
+    later steps                  a plain run whose gradients are stirred within their bounds
     bounds of techniques         as they state them
 """
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
-from ..techniques.claims import Level
-from .distance import GAIN, NEAR_MULTIPLE, NEAR_SPREAD, RoundingNoise, gain
+import torch
+
+from ..errors import InputError
+from ..techniques.claims import MOVED, Level
+from .distance import (
+    GAIN,
+    NEAR_MULTIPLE,
+    NEAR_SPREAD,
+    ROUNDING_MULTIPLE,
+    RoundingNoise,
+    gain,
+)
 from .noise import EPSILON, noises, trained_in_16_bits
 from .pair import Pair, runs_in_parts
-from .sides import Trained, plain_name
+from .sides import Plain, Trained, plain_name
+
+
+class Stirred(Plain):
+    """Plain training whose gradients are changed at random, by as much as they may differ."""
+
+    MULTIPLE = ROUNDING_MULTIPLE / NEAR_MULTIPLE
+    """Of `noise`; what comes of it is multiplied by the latter."""
+
+    noise: RoundingNoise
+
+    def run(self, batch: Any) -> torch.Tensor:
+        """A plain step with other gradients."""
+        random = torch.Generator().manual_seed(len(self.optimizer.state))
+        names = {id(parameter): name for name, parameter in self.named.items()}
+
+        def stir(optimizer: Any, args: Any, kwargs: Any) -> None:
+            for parameter in self.model.parameters():
+                gradient = parameter.grad
+                if gradient is None or gradient.is_sparse or not gradient.numel():
+                    continue
+                scale = float(gradient.double().norm())
+                bound = self.noise.bound(names[id(parameter)], scale, self.MULTIPLE)
+                drawn = torch.randn(gradient.shape, generator=random).to(gradient)
+                gradient.add_(drawn, alpha=bound / gradient.numel() ** 0.5)
+
+        handle = self.optimizer.register_step_pre_hook(stir)
+        try:
+            return super().run(batch)
+        finally:
+            handle.remove()
 
 
 class NearBounds:
-    """Of one pair."""
+    """Of one pair, beside these tensors of plain training."""
 
-    def __init__(self, pair: Pair) -> None:
-        self._pair = pair
+    def __init__(self, pair: Pair, expected: dict[str, dict[Any, Any]]) -> None:
+        self._pair, self._expected = pair, expected
         self._in_16_bits: Trained | None = None
 
-    def of(self, expected: dict[str, dict[Any, Any]]) -> dict[str, RoundingNoise]:
-        """For each thing that is compared with these."""
+    @cached_property
+    def bounds(self) -> dict[str, RoundingNoise]:
+        """For each thing that is compared; measured when one is more than rounding apart."""
+        expected = self._expected
         near = self._near()
         if not self._pair.at.linear:
             near["parameters"] = near["parameters"] | self._moves(expected["parameters"])
@@ -37,6 +81,8 @@ class NearBounds:
             near["parameters"] = near["parameters"] | by_chance
             squares = of_squares(expected["optimizer state"], expected["gradients"], near)
             near["optimizer state"] = near["optimizer state"] | squares
+            for what, noise in self._stirred(near["gradients"]).items():
+                near[what] = near[what] | noise
         return self._with_stated(near, expected["parameters"])
 
     def longer(self, expected: dict[Any, Any], found: dict[Any, Any]) -> float:
@@ -74,6 +120,20 @@ class NearBounds:
                 also = noises(exact, made)
                 found = {what: found[what] | also[what] for what in found}
         return {what: pair.noise[what] | found[what] for what in pair.noise}
+
+    def _stirred(self, noise: RoundingNoise) -> dict[str, RoundingNoise]:
+        """What comes of gradients that differ by rounding: the next ones are of other parameters,
+        since a parameter whose gradient is near zero moved the other way."""
+        pair = self._pair
+        pair.rewind()
+        side = Stirred(*pair.trained)
+        side.draws, side.noise = pair.expected.draws, noise
+        try:
+            made = side.train(pair.data)
+        except InputError:  # its loss is not finite
+            return {}
+        found = noises(pair.expected, made)
+        return {what: found[what] for what in MOVED}
 
     def _with_stated(
         self, near: dict[str, RoundingNoise], after: dict[Any, Any]

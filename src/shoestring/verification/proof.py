@@ -37,7 +37,6 @@ class Proof:
     def __init__(self, pair: Pair, bounds: dict[Level, float | None]) -> None:
         self.pair, self._bounds = pair, bounds
         """`bounds` are the user's own, by what is claimed."""
-        self._near = NearBounds(pair)
         self._changed = False
         """A plain copy had to be changed to have comparable gradients."""
         self.claims = self._claims()
@@ -65,14 +64,13 @@ class Proof:
         if self.pair.against is not None:
             extra = _unshared(expected, found)
         broken_exactly = self._differs_exactly()
-        claimed = any(claim is Level.NEAR for claim, _ in self.claims.values())
-        near = self._near.of(expected) if claimed else {}
+        self._near = NearBounds(self.pair, expected)
         made = []
         for what in WHAT:
             if what == "random stream":
                 made.append(self._streams())
                 continue
-            row = self._row(what, expected[what], found[what], near.get(what))
+            row = self._row(what, expected[what], found[what])
             made.append(self._judged(row, broken_exactly.get(what)))
         made += extra
         if self.pair.against is None:
@@ -80,9 +78,7 @@ class Proof:
                 made += self._proof_of(technique)
         return [row if row.ok else self._suspected(row) for row in made]
 
-    def _row(
-        self, what: str, expected: dict[Any, Any], found: dict[Any, Any], near: RoundingNoise | None
-    ) -> Comparison:
+    def _row(self, what: str, expected: dict[Any, Any], found: dict[Any, Any]) -> Comparison:
         claim, why = self.claims[what]
         if not expected and not found:
             return Comparison(what, claim, Level.NONE, None)
@@ -100,8 +96,7 @@ class Proof:
             bound = set_by_user
             within = _within(seen, bound)
         else:
-            assert near is not None
-            seen = distance(expected, found, near, NEAR_MULTIPLE, NEAR_SPREAD)
+            seen = distance(expected, found, self._near.bounds[what], NEAR_MULTIPLE, NEAR_SPREAD)
             bound, within = seen.bound, seen.within
             comparable = what == "gradients" and not self._changed
             longer = self._near.longer(expected, found) if comparable else 0.0

@@ -98,12 +98,12 @@ class StagedRun:
         ops = trace.ops
         begin = next((op.index for op in ops if op.phase is not Phase.FORWARD), len(ops))
         end = next((op.index for op in ops if op.phase is Phase.OPTIMIZER), len(ops))
-        count = len(watch.paths)
         self.fixed_bytes = resident_bytes(timeline)
         self.update_peak_bytes = int(self.totals[end:].max(initial=0))
-        if len(watch.calls) != count:
+        if watch.once() != watch.paths:
             self.forward = self.backward = []
             return
+        count = len(watch.paths)
         entered = [first for _, first, _ in watch.calls]
         edges = [0, *entered, watch.calls[-1][2] if count else 0, begin]
         self.forward = [range(a, b) for a, b in pairwise(edges)]
