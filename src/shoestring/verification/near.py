@@ -122,7 +122,7 @@ class NearBounds:
         return {what: pair.noise[what] | found[what] for what in pair.noise}
 
     def _stirred(self, noise: RoundingNoise) -> dict[str, RoundingNoise]:
-        """What comes of gradients that differ by rounding: the next ones are of other parameters,
+        """The effect of gradients that differ by rounding: the next ones are of other parameters,
         since a parameter whose gradient is near zero moved the other way."""
         pair = self._pair
         pair.rewind()
