@@ -6,8 +6,9 @@ No other file names `torch._…`. When torch moves, look here first; this is wha
 - `dispatch` (`torch.utils._python_dispatch`, `torch.overrides`, `torch._ops`): tracing, measuring
   on the CPU, sparse weights, state that a recomputed block writes.
 - `trees` (`torch.utils._pytree`): whatever looks for the tensors of a batch or of a call.
-- `autograd` (`torch._C`, `torch.autograd`): which operation a gradient belongs to; recomputation
-  by recipe; sparse weights under checkpointing.
+- `autograd` (`torch._C`, `torch.autograd`, `torch.utils.checkpoint`): which operation a gradient
+  belongs to; recomputation by recipe; sparse weights under checkpointing; whether recomputed
+  values are those of the first pass.
 - `storages` (`torch._C`, `torch._prims_common`): gradients added in place, and layouts, in traces.
 - `kernels` (`torch._foreach_*`, `torch._fused_sgd_`, `torch._amp_*`): updates in 16 bits,
   accumulation, loss scaling.

@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 
 DYNAMO = "torch._dynamo"
 """A second to import; the first optimizer does it."""
@@ -61,3 +62,12 @@ def forget_failed_backward() -> None:
     thread.join()
     for tensor in made:
         tensor.backward()
+
+
+def add_determinism_check(name: str, noted: Callable[[torch.Tensor], Any]) -> None:
+    """Another `determinism_check` of `torch.utils.checkpoint`.
+
+    It notes something of each tensor that backward reads, and must find the same in the second
+    pass.
+    """
+    torch.utils.checkpoint._allowed_determinism_checks_to_fns[name] = noted

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import re
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, ClassVar, Self
@@ -24,6 +24,7 @@ from ..batch_norm import lean_batch_norm
 from ..offers import Context, Offer
 from ..registry import register
 from .caches import caches_off, without_caches
+from .compared import compared_at_first, uncompared
 from .scheduler import BlockScheduler, summary
 from .wrap import every_node, grouped_blocks, without_cheap_outputs, wrap_blocks
 
@@ -193,7 +194,7 @@ class Checkpointing(Technique):
 
     def comparable(self, model: nn.Module) -> AbstractContextManager[None]:
         """Without caches: what is recomputed must not find its first pass there."""
-        return caches_off(model)
+        return _comparable(model)
 
     def gathered(self, model: nn.Module) -> list[tuple[str, ...]]:
         """Paths of the blocks that run as one; each alone where only functions are recomputed."""
@@ -222,7 +223,7 @@ class Checkpointing(Technique):
             return
         paths = self._find(setup.model)
         setup.undo.append(wrap_blocks(setup.model, paths, self._items(setup.model, paths)))
-        setup.run = without_caches(setup.model, setup.run)
+        setup.run = compared_at_first(without_caches(setup.model, setup.run))
 
     @property
     def keeps_gathered(self) -> bool:
@@ -249,6 +250,12 @@ class Checkpointing(Technique):
         return tuple(
             (("cheap",),) * len(group) if len(group) > 1 else ("cheap",) for group in groups
         )
+
+
+@contextmanager
+def _comparable(model: nn.Module) -> Iterator[None]:
+    with caches_off(model), uncompared():
+        yield
 
 
 def _random_states(item: Item, *, inside: bool = False) -> int:

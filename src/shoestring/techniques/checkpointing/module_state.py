@@ -35,7 +35,8 @@ class ModuleState:
     """Watches the modules of one region; knows which of their buffers are written in place."""
 
     def __init__(self, blocks: Iterable[nn.Module]) -> None:
-        found = {id(m): m for block in blocks for m in block.modules()}
+        self.blocks = list(blocks)
+        found = {id(m): m for block in self.blocks for m in block.modules()}
         self._modules = [m for m in found.values() if not isinstance(m, _STATISTICS)]
         self._written: set[tuple[int, str]] | None = None
         """Module and name of buffers that a pass wrote in place; None before the first."""
@@ -91,6 +92,11 @@ class FirstPass:
         self._replaced: dict[tuple[int, str], nn.Parameter] = {}
         self._left: list[tuple[tuple[int, str], torch.Tensor, int]] = []
         """Tensors that the pass only read, with their versions then."""
+
+    @property
+    def changed_values(self) -> bool:
+        """Whether values were written that backward may have read before."""
+        return bool(self._data or self._copies)
 
     def note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Copy what a function that runs next will write, if it is there between passes."""

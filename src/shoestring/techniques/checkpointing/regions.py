@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from ...torch_private.trees import tree_flatten, tree_map, tree_unflatten
 from ..draws import observer
 from ..saving import keeps_inputs
 from .caches import refuse_caches
+from .compared import CHECK, compare, comparing, inside
 from .module_state import FirstPass, ModuleState
 from .writes import may_write
 
@@ -50,14 +52,18 @@ def region(
             filled[place] = tensor
         return run(*tree_unflatten(filled, spec))
 
-    first = (state or ModuleState([model])).watch(leaves[i] for i in places)
-    with keeps_inputs(of_block=True):
+    state = state or ModuleState([model])
+    first = state.watch(leaves[i] for i in places)
+    compares = comparing()
+    again = partial(Again, model, kept, first, compares=compares)
+    with keeps_inputs(of_block=True), inside(model, state, first):
         out = checkpoint(
             rebuilt,
             *(leaves[i] for i in places),
             use_reentrant=False,
             preserve_rng_state=_keeps_state(),
-            context_fn=lambda: (_keeping(kept, first), Again(model, kept, first)),
+            determinism_check=CHECK if compares else "default",
+            context_fn=lambda: (_keeping(kept, first), again()),
         )
     first.done()
     return out
@@ -83,8 +89,10 @@ class Again:
         kept: Iterable[Any],
         first: FirstPass,
         streams: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        compares: bool = False,
     ) -> None:
         self._model, self._kept, self.first, self._streams = model, kept, first, streams
+        self._compares = compares
 
     @classmethod
     def from_here(cls, model: nn.Module, state: ModuleState) -> Again:
@@ -112,6 +120,7 @@ class Again:
         known = observer()
         self._contexts = ExitStack()
         self._contexts.enter_context(self._streams())
+        self._contexts.enter_context(compare(self._compares))  # regions within, too
         self._contexts.callback(self.first.rewind())
         self._contexts.enter_context(frozen_statistics(self._model, self._kept))
         if known is not None:
@@ -213,4 +222,6 @@ _RUNNING = ("running_mean", "running_var")
 
 
 def _stand_in(statistics: Any) -> Any:
-    return torch.empty_like(statistics) if isinstance(statistics, torch.Tensor) else statistics
+    if not isinstance(statistics, torch.Tensor):
+        return statistics
+    return torch.full_like(statistics, torch.nan) if comparing() else torch.empty_like(statistics)
