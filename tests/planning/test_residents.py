@@ -124,3 +124,21 @@ def test_what_stays_through_the_passes_where_they_update_is_estimated(
     assert predicted is not None
     assert candidate.peak_bytes == pytest.approx(predicted.peak_bytes, rel=0.07)
     assert found.estimates.least_bytes(setting) <= predicted.peak_bytes
+
+
+def test_reserved_bytes_have_the_state_once_where_updates_run_in_the_backward_pass() -> None:
+    """The trace of such a step has the state already."""
+    model = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(6)))
+    found = Planner(
+        model, torch.randn(4, 2048), loss=loss, optimizer="adamw", device="cuda",
+        costs=NOMINAL["cuda"],
+    )  # fmt: skip
+    above = {}
+    for setting in found._settings(found.allowed):
+        candidate = found.estimates.best(setting, 10**12)
+        predicted = None if candidate is None else found.estimates.predict(candidate)
+        if predicted is not None:
+            names = frozenset(t.name for t in setting.techniques)
+            above[names] = predicted.reserved_bytes - predicted.peak_bytes
+    state_bytes = 2 * sum(p.nbytes for p in model.parameters())
+    assert above[frozenset({"fused_update", "gradient_release"})] < state_bytes / 4

@@ -428,9 +428,13 @@ class DeviceEstimates:
         return 0.0 if size is None or examples is None else examples % size / size
 
     def _state_sizes(self, setting: Setting, trace: Trace) -> list[int]:
-        """Of the tensors that the update keeps: a few for each gradient, of its size."""
+        """Of the tensors that the update keeps: a few for each gradient, of its size.
+
+        None where updates run in the backward pass: the trace has them.
+        """
         update = self.update(setting)
-        if not update.state_bytes:
+        inside = any(t.updates_in_backward for t in setting.techniques)
+        if inside or not update.state_bytes:
             return []
         each = update.state_bytes / max(update.gradient_bytes, 1)
         count = max(round(each), 1)

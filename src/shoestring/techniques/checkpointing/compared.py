@@ -7,7 +7,7 @@ will read, PyTorch compares (it compares shapes in any case), and the step ends 
 before the update:
 
     forward     block 3 keeps its input, and drops a mask   [1, 0, 1, 1, …] is noted
-    backward    block 3 runs again, and makes another mask  [0, 1, 1, 0, …]: InputError
+    backward    block 3 is computed again, with another mask [0, 1, 1, 0, …]: InputError
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def comparing() -> bool:
 
 @contextmanager
 def inside(model: nn.Module, state: ModuleState, first: FirstPass) -> Iterator[None]:
-    """What is noted here belongs to these blocks, in their first pass."""
+    """Whatever is noted here is of the first pass of these blocks."""
     before = _where.set((model, state, first))
     try:
         yield
@@ -107,9 +107,9 @@ class Noted:
         model, state, first = self._region
         if not first.changed_values:
             raise InputError(
-                f"{_name(model, state.blocks)} has other values when it runs again in the backward "
-                "pass, so gradients would be wrong: it reads something that is not the model's, "
-                "such as a generator or a counter outside of it",
+                f"{_name(model, state.blocks)} has other values when recomputed, so gradients "
+                "would be wrong: it reads something that is not the model's, such as a generator "
+                "or a counter outside of it",
                 hint="keep it in the model, as a buffer, an attribute or a torch.Generator, or "
                 "leave checkpointing out of the plan",
             )
