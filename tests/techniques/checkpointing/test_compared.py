@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import shoestring as ss
@@ -89,3 +90,92 @@ def test_later_steps_are_not_compared() -> None:
     for block in model:
         block.kind = "numpy"
     step(torch.randn(32, 16))
+
+
+def _uniform(*shape: int) -> torch.Tensor:
+    return torch.from_numpy(_numpy.random(shape, dtype=np.float32))
+
+
+def _averaged(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        block.mean.mul_(0.9).add_(x.mean(0), alpha=0.1)  # type: ignore[operator, union-attr]
+    return x * _uniform(*x.shape)
+
+
+def _filtered(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    h = torch.fft.rfft(x)
+    return torch.fft.irfft(h * torch.complex(_uniform(*h.shape), _uniform(*h.shape)), n=16)
+
+
+AT_THE_END: dict[str, Callable[[nn.Module, torch.Tensor], torch.Tensor]] = {
+    "rows in another order": lambda block, x: x[torch.from_numpy(_numpy.permutation(len(x)))],
+    "few of a mask": lambda block, x: x * (_uniform(*x.shape) < 0.96),
+    "one factor for all": lambda block, x: x * _uniform(1).expand(32, 16),
+    "every other column": lambda block, x: x * _uniform(len(x), 32)[:, ::2],
+    "complex factors": _filtered,
+    "a column beside ones": lambda block, x: x * torch.cat([torch.ones(15), _uniform(1)]),
+    "a buffer beside it": _averaged,
+    "a small drift": lambda block, x: x * torch.tensor(1.0 + 2e-4 * next(_calls)),
+    "places of the largest": lambda block, x: (x + _uniform(*x.shape)).topk(8).values,
+}
+"""Factors and indices that nothing of the block reads after them."""
+
+
+class Ends(nn.Module):
+    """A residual layer, and something after it."""
+
+    def __init__(self, end: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.linear, self.end = nn.Linear(16, 16), end
+        self.register_buffer("mean", torch.zeros(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.end(self, x + torch.tanh(self.linear(x)))
+
+
+@pytest.mark.parametrize("kind", AT_THE_END)
+def test_what_only_the_last_function_reads_is_compared(kind: str) -> None:
+    model = nn.Sequential(Ends(AT_THE_END[kind]))
+    plan = [ss.Checkpointing("per-block", ("0",), ("recompute",))]
+    step = ss.apply(plan, model, torch.optim.SGD(model.parameters(), lr=0.1), loss=loss)
+    with pytest.raises(ss.InputError, match="0 has other values when recomputed"):
+        step(torch.randn(32, 16))
+
+
+def test_a_block_that_saves_other_tensors_is_an_input_error() -> None:
+    ran = itertools.count()
+
+    def end(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return x if next(ran) else torch.tanh(x)
+
+    model = nn.Sequential(Ends(end))
+    plan = [ss.Checkpointing("per-block", ("0",), ("recompute",))]
+    step = ss.apply(plan, model, torch.optim.SGD(model.parameters(), lr=0.1), loss=loss)
+    with pytest.raises(ss.InputError, match="a block saves other tensors when recomputed"):
+        step(torch.randn(32, 16))
+
+
+def _aligned(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """CTC keeps its alignments, of which it writes only those that are as long as texts are."""
+    scores = x.view(4, 8, 16).transpose(0, 1).log_softmax(-1)
+    junk = [torch.full((4, 8, 21), float(next(_calls))) for _ in range(4)]
+    del junk  # it lies where the alignments will
+    texts, lengths = torch.arange(40).view(4, 10) % 15 + 1, torch.tensor([8, 2, 4, 3])
+    return x * F.ctc_loss(scores, texts, lengths, torch.tensor([1, 1, 2, 1]), zero_infinity=True)
+
+
+def _leaky(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Its slopes are drawn in training; otherwise they are fixed, and nobody writes them."""
+    junk = [torch.full((32, 16), float(next(_calls))) for _ in range(4)]
+    del junk
+    return F.rrelu(x, training=False)
+
+
+@pytest.mark.parametrize("end", [_aligned, _leaky])
+def test_memory_that_nobody_wrote_is_not_compared(
+    end: Callable[[nn.Module, torch.Tensor], torch.Tensor],
+) -> None:
+    model = nn.Sequential(Ends(end))
+    plan = [ss.Checkpointing("per-block", ("0",), ("recompute",))]
+    step = ss.apply(plan, model, torch.optim.SGD(model.parameters(), lr=0.0), loss=loss)
+    assert torch.isfinite(step(torch.randn(32, 16)))

@@ -24,7 +24,7 @@ from ..batch_norm import lean_batch_norm
 from ..offers import Context, Offer
 from ..registry import register
 from .caches import caches_off, without_caches
-from .compared import compared_at_first, uncompared
+from .compared import compared_at_first, explained, uncompared
 from .scheduler import BlockScheduler, summary
 from .wrap import every_node, grouped_blocks, without_cheap_outputs, wrap_blocks
 
@@ -224,6 +224,7 @@ class Checkpointing(Technique):
         paths = self._find(setup.model)
         setup.undo.append(wrap_blocks(setup.model, paths, self._items(setup.model, paths)))
         setup.run = compared_at_first(without_caches(setup.model, setup.run))
+        setup.backward = explained(setup.backward)
 
     @property
     def keeps_gathered(self) -> bool:

@@ -12,27 +12,35 @@ before the update:
 
 from __future__ import annotations
 
+import cmath
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import CheckpointError
 
 from ...errors import InputError
-from ...torch_private.autograd import add_determinism_check
+from ...torch_private.autograd import DisableTorchFunction, add_determinism_check
+from ...torch_private.trees import tree_leaves
 from ...trace.fakes import is_fake
 from ..base import Run
+from ..saving import storage_key
 from .module_state import FirstPass, ModuleState
 
 _ELEMENTS = 64
-"""Noted of each tensor, evenly spaced."""
-_APART = {torch.float16: 2e-2, torch.bfloat16: 4e-2}
-"""Relative to the largest of them, what kernels that add in any order explain; 1e-3 otherwise."""
+"""Noted of each tensor at least, evenly spaced."""
+_APART = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 4e-2}
+"""Relative to the largest of them, what kernels that add in any order explain."""
+_TF32 = 1e-3
+"""The same in FP32 on CUDA, where a kernel that is chosen anew may round its operands."""
 _FLIPPED = 0.05
-"""Of a mask's elements, the share that a comparison within rounding of its bound explains."""
+"""Of what is not rounded itself, masks and indices, the share that rounding before it explains."""
+_UNWRITTEN = "attention", "batch_norm", "ctc_loss", "gru", "lstm", "rnn_", "rrelu"
+"""Parts of names of functions that keep memory which nobody wrote: padding, seeds, workspaces."""
 
 _wanted: ContextVar[bool] = ContextVar("compare recomputed tensors", default=False)
 _allowed: ContextVar[bool] = ContextVar("may compare recomputed tensors", default=True)
@@ -96,38 +104,61 @@ class Noted:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._kind = tuple(tensor.shape), tensor.dtype, tensor.device
-        self._elements = _some_of(tensor)
         self._region = _where.get()
+        first = None if self._region is None else self._region[2]
+        self._storage = None if first is None else storage_key(tensor)
+        wanted = first is None or _is_written(tensor, first.running)
+        self._elements = _some_of(tensor) if wanted else []
 
     def __eq__(self, again: object) -> bool:
-        if not isinstance(again, Noted) or self._kind != again._kind:
-            return False
-        if self._region is None or self._alike(again._elements):
-            return True
+        if not isinstance(again, Noted) or self._region is None:
+            return isinstance(again, Noted) and self._kind == again._kind
         model, state, first = self._region
-        if not first.changed_values:
-            raise InputError(
-                f"{_name(model, state.blocks)} has other values when recomputed, so gradients "
-                "would be wrong: it reads something that is not the model's, such as a generator "
-                "or a counter outside of it",
-                hint="keep it in the model, as a buffer, an attribute or a torch.Generator, or "
-                "leave checkpointing out of the plan",
-            )
-        return True
+        if self._kind == again._kind and (
+            self._alike(again._elements, first) or first.wrote(self._storage)
+        ):
+            return True
+        raise _differs(_name(model, state.blocks), "has other values")
 
     __hash__ = None  # type: ignore[assignment]
 
-    def _alike(self, again: list[float]) -> bool:
+    def _alike(self, again: list[Any], first: FirstPass) -> bool:
         if not self._elements or not again:
             return True
         pairs = list(zip(self._elements, again, strict=True))
-        if self._kind[1] is torch.bool:
-            return sum(a != b for a, b in pairs) <= _FLIPPED * len(pairs)
+        _, kind, device = self._kind
+        kind = kind.to_real() if kind.is_complex else kind
+        if not kind.is_floating_point:
+            flipped = sum(a != b for a, b in pairs)
+            return flipped <= (_FLIPPED * len(pairs) if first.rounded else 0)
         # NaN stands in for running statistics, which a second pass must not move.
-        finite = [(a, b) for a, b in pairs if math.isfinite(a) and not math.isnan(b)]
+        finite = [(a, b) for a, b in pairs if cmath.isfinite(a) and not cmath.isnan(b)]
         largest = max((abs(a) for a, _ in finite), default=0.0)
-        allowed = _APART.get(self._kind[1], 1e-3) * largest
+        coarse = device.type == "cuda" and kind is torch.float32
+        allowed = (_TF32 if coarse else _APART.get(kind, _APART[torch.bfloat16])) * largest
+        first.rounded |= any(a != b for a, b in finite)
         return all(abs(a - b) <= allowed for a, b in finite)
+
+
+def explained(backward: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
+    """The backward pass; that a block saves other tensors in its second pass is told plainly."""
+
+    def explaining(value: torch.Tensor) -> None:
+        try:
+            backward(value)
+        except CheckpointError as error:
+            raise _differs("a block", "saves other tensors") from error
+
+    return explaining
+
+
+def _differs(block: str, how: str) -> InputError:
+    return InputError(
+        f"{block} {how} when recomputed, so gradients would be wrong: it reads something that is "
+        "not the model's, such as a generator or a counter outside of it",
+        hint="keep it in the model, as a buffer, an attribute or a torch.Generator, or "
+        "leave checkpointing out of the plan",
+    )
 
 
 def _name(model: nn.Module, blocks: list[nn.Module]) -> str:
@@ -136,23 +167,49 @@ def _name(model: nn.Module, blocks: list[nn.Module]) -> str:
     return f"{names[0]} to {names[-1]}" if len(names) > 1 else "".join(names) or "a block"
 
 
-def _some_of(tensor: torch.Tensor) -> list[float]:
-    """None of parameters, which are not recomputed, nor of integers, some of which nobody wrote."""
-    own = type(tensor) is torch.Tensor and not is_fake(tensor)
-    known = tensor.is_floating_point() or tensor.dtype is torch.bool
-    if not own or not known or tensor.layout is not torch.strided or not tensor.numel():
+def _is_written(tensor: torch.Tensor, call: tuple[Any, ...] | None) -> bool:
+    """Whether somebody wrote all of it: what a function keeps for itself may be a workspace."""
+    name, given = ("", ()) if call is None else (getattr(call[0], "__name__", ""), call[1:])
+    key = storage_key(tensor)
+    tensors = (leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor))
+    if any(storage_key(t) == key for t in tensors if t.layout is torch.strided):
+        return True
+    if not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool):
+        if call is None or tensor.dtype is torch.uint8:
+            return False
+    return not any(part in name for part in _UNWRITTEN)
+
+
+def _some_of(tensor: torch.Tensor) -> list[Any]:
+    """None of parameters, which are not recomputed."""
+    if type(tensor) is not torch.Tensor or is_fake(tensor) or not tensor.numel():
         return []
-    if tensor.device.type == "meta" or not _is_dense(tensor):
+    if tensor.layout is not torch.strided or tensor.device.type == "meta":
         return []
-    step = max(tensor.numel() // _ELEMENTS, 1)
-    count = min(tensor.numel(), _ELEMENTS)
+    total = tensor.numel()
+    step = max(total // _ELEMENTS, 1)
+    while math.gcd(step, total) > 1:  # through all rows and columns
+        step -= 1
     if tensor.is_cuda:  # attention pads what it keeps: the first elements are of the data
-        step, count = 1, min(count, 16)
+        step, total = 1, min(total, 16)
     try:
-        some: list[float] = tensor.detach().as_strided((count,), (step,)).tolist()
+        with DisableTorchFunction():
+            if _is_dense(tensor):
+                count = -(-total // step)
+                found: list[Any] = tensor.detach().as_strided((count,), (step,)).tolist()
+                return found
+            return [tensor[_place(at, tensor.shape)].item() for at in range(0, total, step)]
     except RuntimeError:  # inside torch.func, where a tensor stands for several
         return []
-    return some
+
+
+def _place(at: int, shape: Iterable[int]) -> tuple[int, ...]:
+    """Of an element, by its number."""
+    place: list[int] = []
+    for size in reversed(tuple(shape)):
+        at, here = divmod(at, size)
+        place.insert(0, here)
+    return tuple(place)
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

@@ -26,6 +26,7 @@ from torch import nn
 from ...errors import InputError
 from ...torch_private.autograd import preserved_version
 from ...trace.attributes import CONTAINERS, Held, differ, held_by, put_back
+from ..saving import storage_key
 from .writes import data_is_set, written
 
 _STATISTICS = nn.modules.batchnorm._NormBase
@@ -92,11 +93,15 @@ class FirstPass:
         self._replaced: dict[tuple[int, str], nn.Parameter] = {}
         self._left: list[tuple[tuple[int, str], torch.Tensor, int]] = []
         """Tensors that the pass only read, with their versions then."""
+        self.running: tuple[Any, ...] | None = None
+        """The function that runs, and what it was given, where passes are compared."""
+        self.rounded = False
+        """Values that were compared so far differed by rounding."""
 
-    @property
-    def changed_values(self) -> bool:
-        """Whether values were written that backward may have read before."""
-        return bool(self._data or self._copies)
+    def wrote(self, storage: int | None) -> bool:
+        """Whether the pass wrote, in a storage that outlives it, what backward may have read."""
+        written = [t for pair in (*self._data, *self._copies, *self._values.values()) for t in pair]
+        return any(storage_key(tensor) == storage for tensor in written)
 
     def note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Copy what a function that runs next will write, if it is there between passes."""

@@ -63,7 +63,7 @@ def region(
             use_reentrant=False,
             preserve_rng_state=_keeps_state(),
             determinism_check=CHECK if compares else "default",
-            context_fn=lambda: (_keeping(kept, first), again()),
+            context_fn=lambda: (_keeping(kept, first, compares), again()),
         )
     first.done()
     return out
@@ -143,9 +143,9 @@ class _keeping(TorchFunctionMode):
     noted.
     """
 
-    def __init__(self, kept: list[Any], first: FirstPass) -> None:
+    def __init__(self, kept: list[Any], first: FirstPass, compares: bool = False) -> None:
         super().__init__()
-        self._kept, self._first = kept, first
+        self._kept, self._first, self._compares = kept, first, compares
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -155,7 +155,12 @@ class _keeping(TorchFunctionMode):
             self._first.note(func, args, kwargs)
         if isinstance(kwargs.get("generator"), torch.Generator):
             self._first.note_draw(kwargs["generator"])
-        result = func(*args, **kwargs)
+        if self._compares:
+            self._first.running = func, args, kwargs
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            self._first.running = None
         mark = getattr(func, "kept_for_second_pass", None)
         if mark is not None:
             self._kept.append(mark(result))
