@@ -144,6 +144,8 @@ def test_a_budget_holds(tmp_path: Path, accumulated: int) -> None:
     assert planned.step.plan.short() != "plain"
     assert planned.step.measured is not None
     assert planned.step.measured.peak_bytes <= 0.75 * needed
+    predicted = planned.step.plan.predicted.peak_bytes
+    assert planned.step.measured.peak_bytes == pytest.approx(predicted, abs=64)
 
 
 @pytest.mark.parametrize(

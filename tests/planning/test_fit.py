@@ -17,9 +17,10 @@ from torch import nn
 import shoestring as ss
 from shoestring.errors import InputError
 from shoestring.memory.live.measure import training_step
-from shoestring.planning.fit import fit
+from shoestring.planning.fit import fit, fitted
 from shoestring.planning.result import BudgetPlan
 from shoestring.step.holding import out_of_memory
+from shoestring.step.step import apply_alone
 from techniques.small_models import SMALL
 
 SOURCE = Path(__file__).parents[2] / "src"
@@ -336,3 +337,32 @@ def test_enforced_on_cuda() -> None:
             torch.empty(budget, dtype=torch.uint8, device="cuda")
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def waiting(budget_bytes: int) -> tuple[BudgetPlan, int]:
+    """A plan for a loop that adds gradients of two batches, and what its second batch takes."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)) for _ in range(4)]
+    model = nn.Sequential(*layers)
+    batch = torch.randn(128, 64), torch.randn(128, 64)
+    optimizer, loss = sgd(model), lambda m, b: (m(b[0]) - b[1]).square().mean()
+    step = fitted(
+        model, batch, loss=loss, optimizer=optimizer, budget_bytes=budget_bytes, allow="lossless",
+        made=lambda plan: apply_alone(plan, model, optimizer, loss=loss), waiting=True,
+        among=lambda s: not any(t.updates_in_backward for t in s.techniques),
+    )  # fmt: skip
+    step._hold = None
+    step(batch)
+    step(batch, update=False)
+    assert isinstance(step.plan, BudgetPlan)
+    return step.plan, step.measure(batch).peak_bytes
+
+
+@pytest.mark.parametrize("share", [1.2, 0.8, 0.6])
+def test_gradients_that_wait_for_another_batch_are_predicted(share: float) -> None:
+    """They are there through its passes; in the update, or beside microbatches, they are anyway."""
+    plain, peak = waiting(10**9)
+    assert plain.predicted.peak_bytes == plain.plain.peak_bytes == pytest.approx(peak, abs=64)
+    plan, peak = waiting(int(share * peak))
+    assert plan.predicted.peak_bytes == pytest.approx(peak, abs=64)
+    assert peak <= share * plain.plain.peak_bytes

@@ -22,6 +22,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import InputError
+from ..planning.fit import gradient_bytes
 from ..step.step import Step
 from ..techniques.base import Technique
 from ..techniques.plan import Plan
@@ -77,12 +78,11 @@ def prepare_passes(
     bare = accelerator.unwrap_model(model)
     ranked = model if isinstance(model, DistributedDataParallel) else None
     scaled = ranked is not None or getattr(accelerator, "scaler", None) is not None
-    waiting = accelerator.gradient_accumulation_steps > 1
-    gradients = sum(p.nbytes for p in bare.parameters() if p.requires_grad)
     step = hosted_step(
         wanted, bare, batch, optimizer=optimizer, backward=accelerator.backward,
         loss=lambda given, part: loss(model if given is bare else given, part),
-        held_bytes=gradients * (waiting + (ranked is not None)), same_state=scaled,
+        held_bytes=0 if ranked is None else gradient_bytes(bare), same_state=scaled,
+        waiting=accelerator.gradient_accumulation_steps > 1,
     )  # fmt: skip
     if step.loss_scale is not None:
         raise InputError(

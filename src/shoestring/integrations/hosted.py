@@ -69,14 +69,15 @@ def hosted_step(
     optimizer: torch.optim.Optimizer,
     backward: Callable[[torch.Tensor], None] | None = None,
     held_bytes: int = 0,
+    waiting: bool = False,
     same_state: bool = False,
 ) -> Step:
     """The step that the trainer will call with `update=False`.
 
     `same_state`: the trainer itself works on weights and gradients, as DDP and scalers do.
 
-    `held_bytes`: what the trainer itself keeps on the device, such as DDP's buckets or gradients
-    that wait for more batches.
+    `held_bytes`: what the trainer itself keeps on the device, such as DDP's buckets. `waiting`: it
+    adds the gradients of several batches.
     """
     inner = unwrapped(optimizer)
 
@@ -106,11 +107,12 @@ def hosted_step(
         try:
             step = fitted(
                 model, batch, loss=loss, optimizer=inner, allow=wanted.allow, made=made,
-                budget_bytes=wanted.budget_bytes, held_bytes=held_bytes, among=among,
+                budget_bytes=wanted.budget_bytes, held_bytes=held_bytes, waiting=waiting,
+                among=among,
             )  # fmt: skip
         except BudgetError as error:
             if held_bytes:
-                error.add_note(f"{format_size(held_bytes)} of the budget are gradients that wait")
+                error.add_note(f"{format_size(held_bytes)} of the budget are DDP's buckets")
             raise
     step.use_graph(False)  # the trainer updates, outside of it
     return step

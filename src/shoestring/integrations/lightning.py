@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import InputError, first_line
 from ..planning.batches import largest
+from ..planning.fit import gradient_bytes
 from ..step.clipping import Clip, clip_gradients
 from ..step.step import Step
 from ..techniques.base import Technique
@@ -180,10 +181,9 @@ class BudgetCallback(Callback):
 
         if chosen.budget_bytes is not None and batch is not None:
             batch = _largest(trainer, batch)
-        gradients = sum(p.nbytes for p in module.parameters() if p.requires_grad)
         self.step = hosted_step(
             chosen, module, batch, loss=loss, optimizer=trainer.optimizers[0], backward=backward,
-            held_bytes=gradients * (_waits(trainer) + (ranked is not None)),
+            held_bytes=0 if ranked is None else gradient_bytes(module), waiting=_waits(trainer),
             same_state=ranked is not None or getattr(precision, "scaler", None) is not None,
         )  # fmt: skip
         setup = self.step._setup

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import BudgetError, InputError, TraceError, first_line
 from ..planning.batches import largest
+from ..planning.fit import gradient_bytes
 from ..step.predict import evaluation_bytes
 from ..step.step import Step
 from ..techniques.base import Technique
@@ -132,8 +133,6 @@ class Budgeted:
         chosen = wanted or self._wanted
         bare = self._bare(model)
         ranked = model if isinstance(model, DistributedDataParallel) else None
-        gradients = sum(p.nbytes for p in bare.parameters() if p.requires_grad)
-        waiting = trainer.args.gradient_accumulation_steps > 1
         backward = trainer.accelerator.backward
         passes = super().training_step  # type: ignore[misc]
 
@@ -162,7 +161,8 @@ class Budgeted:
             self._check_evaluation(bare, chosen.budget_bytes)
         self.step = hosted_step(
             chosen, bare, batch, loss=loss, optimizer=trainer.optimizer, backward=backward,
-            held_bytes=gradients * (waiting + (ranked is not None)),  # and DDP's buckets
+            held_bytes=0 if ranked is None else gradient_bytes(bare),  # DDP's buckets
+            waiting=trainer.args.gradient_accumulation_steps > 1,
             same_state=ranked is not None or trainer.accelerator.scaler is not None,
         )  # fmt: skip
         self._unroute = route_updates(self.step.optimizer, lambda: self.step)

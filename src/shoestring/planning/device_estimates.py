@@ -41,8 +41,11 @@ and 32 GB an update (`benchmarks/results/card_h200_strangers.jsonl`, run b)."""
 class DeviceEstimates:
     """Candidates for one training step on one kind of device."""
 
-    def __init__(self, context: Context, costs: Costs, *, by_norm: bool = False) -> None:
+    def __init__(
+        self, context: Context, costs: Costs, *, by_norm: bool = False, waiting: bool = False
+    ) -> None:
         self.context, self._costs, self._by_norm = context, costs, by_norm
+        self._waiting = waiting
         self._updates: dict[tuple[Technique, ...], Update] = {}
         self._known_passes: dict[tuple[Technique, ...], _Passes] = {(): _Passes(context)}
         self._traced: dict[tuple[Technique, ...], Trace] = {}
@@ -52,7 +55,7 @@ class DeviceEstimates:
         }
         self.room_bytes: int | None = None
         """Bytes a captured step may reserve; above that the step runs eagerly."""
-        self.captures = True
+        self.captures = not waiting
         self._off: dict[tuple[str, ...], tuple[int, float]] = {}
         """Names of techniques → bytes that were missing in predictions, and the factor to seconds,
         as trials found them."""
@@ -66,7 +69,7 @@ class DeviceEstimates:
     @cached_property
     def plain(self) -> Prediction:
         """The step without a plan."""
-        return self._predicted(Setting(), self.context.trace, self.passes)
+        return self._predicted(Setting(), self._of_passes(_PLAIN), self.passes)
 
     # -- trials --------------------------------------------------------------------------------
 
@@ -143,6 +146,7 @@ class DeviceEstimates:
             plan,
             optimizer=None if update is None and not inside else self.context.optimizer,
             passes=update is None,
+            waiting=update is None and self._waiting,
             trained={*names, *(f"{name}_values" for name in names)},  # of sparse ones
         )
 
@@ -187,6 +191,7 @@ class DeviceEstimates:
             resident_bytes=self._resident_bytes(setting) + early,
             floor_bytes=floor,
             cost=lambda work: self._costs.seconds(work, number_type),
+            waiting=self._waiting,
         )
 
     def _seconds(self, setting: Setting, work: Work, captured: bool | None = None) -> float:
@@ -363,7 +368,7 @@ class DeviceEstimates:
         others = tuple(t for t in plan.techniques if not t.leaves_passes)
         if len(others) < len(plan.techniques):
             self._check_update(plan)
-        if not others:
+        if not others and not self._waiting:
             return self.context.trace
         if others not in self._traced:
             self._traced = {
@@ -461,6 +466,7 @@ class _Passes:
         """The passes as they are, scaled."""
         passes = int(device_timeline(self._trace).totals.max(initial=0)) - self.fixed_bytes
         peak = at.resident_bytes + int(passes * at.scales.share * at.scales.width)
+        peak += at.gradient_bytes if at.waiting else 0
         return [Scheduled(None, max(peak, at.floor_bytes), self.work)]
 
 

@@ -97,13 +97,14 @@ def fitted(
     made: Callable[[BudgetPlan], Step],
     budget_of: str = "reserved",
     held_bytes: int = 0,
+    waiting: bool = False,
     among: Callable[[Setting], bool] = lambda setting: True,
     by_norm: bool = False,
 ) -> Step:
     """Plan, have the step `made` from the plan, and watch it; see `fit`.
 
-    `held_bytes` of the budget are somebody else's while the step runs; `among` are the settings
-    that may be taken; gradients are clipped `by_norm`.
+    `held_bytes` of the budget are somebody else's while the step runs; gradients of earlier batches
+    may be `waiting`; `among` are the settings that may be taken; gradients are clipped `by_norm`.
     """
     check_trainable(model)
     check_optimizer(optimizer)
@@ -115,7 +116,7 @@ def fitted(
     def planner_for(batch: Any) -> Planner:
         given: dict[str, Any] = {
             "loss": loss, "allow": allow, "device": device.type, "split": split,
-            "budget_of": budget_of, "by_norm": by_norm,
+            "budget_of": budget_of, "by_norm": by_norm, "waiting": waiting,
         }  # fmt: skip
         updates = make_optimizer(optimizer, fake, mapping)
         try:
@@ -126,12 +127,14 @@ def fitted(
         return Planner(model, batch, optimizer=optimizer, **given)  # its values are needed
 
     try:
-        trials = trials_for(None, budget_of, model, batch, loss, optimizer)
+        trials = trials_for(None, budget_of, model, batch, loss, optimizer, waiting=waiting)
         tighter = _Tighter(planner_for, batch, budget_bytes, held_bytes, among, trials)
     except Exception as error:
         because = untraced(error)
         if because is None:
             raise
+        if waiting:  # steps are measured without them
+            held_bytes += gradient_bytes(model)
         found = plan_by_running(
             model, batch, loss=loss, optimizer=optimizer, budget_bytes=budget_bytes - held_bytes,
             margin=MARGIN[device.type], allow=allow, because=because,
@@ -141,6 +144,11 @@ def fitted(
     assert isinstance(step.plan, BudgetPlan)
     step._hold = Hold(step, step.plan, tighter)
     return step
+
+
+def gradient_bytes(model: nn.Module) -> int:
+    """Of all that trains."""
+    return sum(p.nbytes for p in model.parameters() if p.requires_grad)
 
 
 class _Tighter:

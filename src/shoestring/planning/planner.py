@@ -193,6 +193,7 @@ class Planner:
         split: SplitFound | None = None,
         budget_of: str = "reserved",
         by_norm: bool = False,
+        waiting: bool = False,
     ) -> None:
         if budget_of not in ("reserved", "allocated"):
             raise InputError(f"no budget of {budget_of!r}", hint="reserved or allocated")
@@ -244,7 +245,7 @@ class Planner:
                 lambda part: trace_model(model, part, loss=loss, optimizer=optimizer),
             )
         else:
-            self.estimates = DeviceEstimates(self.context, known, by_norm=by_norm)
+            self.estimates = DeviceEstimates(self.context, known, by_norm=by_norm, waiting=waiting)
         self.margin = Margin(0.0 if fundamental else MARGIN[kind], self._known_bytes())
         self._keep_positions_whole(batch)
 

@@ -73,6 +73,9 @@ _MISSED = 0.03
 class Trials:
     """Runs steps of plans on the user's own model and puts everything back."""
 
+    waiting = False
+    """Gradients of another batch are there when a step begins."""
+
     def __init__(self, model: nn.Module, batch: Any, loss: Loss, optimizer: Any) -> None:
         self._model, self._batch, self._loss = model, batch, loss
         self._optimizer = unwrapped(optimizer)
@@ -158,6 +161,8 @@ class Trials:
         cuda = self._device.type == "cuda"
         others = self._reserved() if cuda else 0
         for number in range(_WARM + _TIMED):
+            if number and self.waiting:
+                step(self._batch, update=False)
             start = time.perf_counter()
             if number == 0:
                 self._first(step, there)
@@ -214,7 +219,14 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def trials_for(
-    wanted: bool | None, budget_of: str, model: nn.Module, batch: Any, loss: Loss, optimizer: Any
+    wanted: bool | None,
+    budget_of: str,
+    model: nn.Module,
+    batch: Any,
+    loss: Loss,
+    optimizer: Any,
+    *,
+    waiting: bool = False,
 ) -> Trials | None:
     """By default on CUDA; None where they are not wanted, or cannot be.
 
@@ -223,7 +235,10 @@ def trials_for(
     on_cuda = next(model.parameters()).is_cuda
     if wanted is False or (wanted is None and not on_cuda) or (on_cuda and budget_of != "reserved"):
         return None
-    return Trials.of(model, batch, loss, optimizer)
+    found = Trials.of(model, batch, loss, optimizer)
+    if found is not None:
+        found.waiting = waiting
+    return found
 
 
 def plan_on_device(

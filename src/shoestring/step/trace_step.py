@@ -56,6 +56,7 @@ def trace_plan(
     watch: Callable[[nn.Module, Recorder], None] | None = None,
     trained_by: torch.optim.Optimizer | None = None,
     captured: bool | None = None,
+    waiting: bool = False,
 ) -> Trace:
     """One steady step by the plan, as `trace_model` traces a plain one.
 
@@ -63,7 +64,8 @@ def trace_plan(
     left, so its peak is the step's. If it is the last and smaller, both are recorded. `trained`
     names the parameters that get a gradient; `watch` is shown the model and the recorder before the
     step. Without an optimizer there is no update, nor state; without `passes` there is only the
-    update. `trained_by` is the optimizer of the step where another one, or none, is traced.
+    update. Where gradients of earlier batches are `waiting`, the passes add to them. `trained_by`
+    is the optimizer of the step where another one, or none, is traced.
 
     On CUDA a step may become a graph. While it is captured nothing can be read, and Hugging Face
     makes masks it would not make otherwise; but the first step runs eagerly. The larger one counts,
@@ -74,8 +76,9 @@ def trace_plan(
     if size is not None and (examples is None or 2 * size > examples):
         size = None
     request = _Request(
-        plan, model, batch, loss, optimizer, device, passes, trained, watch, trained_by, size
-    )
+        plan, model, batch, loss, optimizer, device, passes, trained, watch, trained_by, size,
+        waiting,
+    )  # fmt: skip
     if captured is not None:
         return _with_convolutions(request.trace(captured=captured)[0], device)
     known = _captured_needs_more.setdefault(model, {})
@@ -134,6 +137,7 @@ class _Request:
     trained_by: torch.optim.Optimizer | None
     size: int | None
     """Examples that run at once, if fewer than half of the batch."""
+    waiting: bool
 
     def trace(self, *, captured: bool) -> tuple[Trace, bool]:
         """The step run eagerly, or as a graph is captured, and whether these differ."""
@@ -210,7 +214,7 @@ class _Request:
                     setup.run(part)
             if self.passes and setup.updates_in_backward:
                 self._make_state(step, data)
-            if not self.passes:
+            if not self.passes or self.waiting:
                 _leave_gradients(step, self.trained)
             if self.watch is not None:
                 self.watch(step.model, recorder)

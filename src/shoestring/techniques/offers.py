@@ -214,6 +214,13 @@ class Conditions:
     floor_bytes: int
     """Peak of the update, which no schedule changes."""
     cost: Cost
+    waiting: bool = False
+    """Gradients of earlier batches are there, and those of this one are added."""
+
+    @property
+    def adds(self) -> bool:
+        """Whether the passes meet all gradients, as earlier parts or batches left them."""
+        return self.waiting or self.scales.parts > 1
 
     @property
     def of_activations(self) -> Conditions:

@@ -12,13 +12,12 @@ from .stages import Chain, Option, Stage
 def adapted(chain: Chain, at: Conditions) -> Chain:
     """The chain of a setting: bytes and work of one part of the minibatch."""
     gradients = sum(stage.parameter_gradient_bytes for stage in chain.stages)
-    split = at.scales.parts > 1
     made = replace(
         chain,
         head=_adapted(chain.head, at),
         blocks=tuple(_adapted(stage, at) for stage in chain.blocks),
         tail=_adapted(chain.tail, at),
-        fixed_bytes=at.resident_bytes + (int(gradients * at.gradients) if split else 0),
+        fixed_bytes=at.resident_bytes + (int(gradients * at.gradients) if at.adds else 0),
         floor_bytes=at.floor_bytes,
     )
     return made if at.scales.inputs_here is None else _inputs_away(made, at.scales.inputs_here)
@@ -63,7 +62,7 @@ def _adapted(stage: Stage, at: Conditions) -> Stage:
         pass_bytes=made(stage.pass_bytes),
         gradient_bytes=made(stage.gradient_bytes),
         freed_bytes=made(stage.freed_bytes),
-        parameter_gradient_bytes=0 if by.parts > 1 else int(own * at.gradients),
+        parameter_gradient_bytes=0 if at.adds else int(own * at.gradients),
     )
 
 

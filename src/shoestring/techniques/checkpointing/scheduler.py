@@ -189,7 +189,7 @@ class BlockScheduler:
 
     def _by_way(self, at: Conditions, way: _Way) -> Scheduled:
         by = at.scales
-        gradients = at.gradient_bytes if by.parts > 1 else int(way.gradient_bytes * at.gradients)
+        gradients = at.gradient_bytes if at.adds else int(way.gradient_bytes * at.gradients)
         peak = at.resident_bytes + gradients + int(way.activation_bytes * by.share * by.width)
         return Scheduled(way.technique, max(peak, at.floor_bytes), way.work)
 
