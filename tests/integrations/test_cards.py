@@ -314,6 +314,41 @@ def test_a_class_whose_batch_is_not_known_is_refused_by_its_name(
         configured(tmp_path, {"model_type": kind}, named).build()
 
 
+TOWER = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+         "num_attention_heads": 2, "image_size": 32, "patch_size": 8}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "named", "told"),
+    [
+        ("clip", "CLIPModel", "CLIPModel trains on images and texts that it compares"),
+        ("siglip", "", "SiglipModel trains on images and texts that it compares"),
+        ("gemma3", "Gemma3ForConditionalGeneration", "trains on images and text"),
+        ("gemma3", "", "trains on images and text"),
+    ],
+)
+def test_a_model_of_images_and_text_is_not_sized_as_a_part_of_it(
+    tmp_path: Path, kind: str, named: str, told: str
+) -> None:
+    """As a classifier, or on text alone, in silence."""
+    with pytest.raises(ss.InputError, match=told) as caught:
+        configured(tmp_path, {"model_type": kind}, *[named] if named else []).build()
+    assert "package.module:factory" in str(caught.value.hint)
+
+
+def test_an_image_classifier_of_such_a_family_sees_images_of_its_size(tmp_path: Path) -> None:
+    given = {"model_type": "clip", "vision_config": TOWER}
+    model, batch = configured(tmp_path, given, "CLIPForImageClassification").build()
+    assert batch["pixel_values"].shape == (2, 3, 32, 32)
+    assert type(model).__name__ == "CLIPForImageClassification"
+
+
+def test_the_text_of_such_a_family_is_sized_by_its_own_configuration(tmp_path: Path) -> None:
+    text = {**TOWER, "model_type": "gemma3_text", "head_dim": 8, "num_key_value_heads": 2}
+    model, batch = configured(tmp_path, text).build()
+    assert type(model).__name__ == "Gemma3ForCausalLM" and batch["input_ids"].shape == (2, 8)
+
+
 def test_a_model_type_that_transformers_does_not_have_is_named(tmp_path: Path) -> None:
     with pytest.raises(ss.InputError, match="has no model type 'their_own'") as caught:
         configured(tmp_path, {"model_type": "their_own"}).build()

@@ -23,7 +23,9 @@ _NAMED = (
     ("MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES", _PADDED),
 )
 """And where it names one of these."""
-_HINT = "give package.module:factory with --input instead"
+_CONTRASTIVE = "MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING_NAMES"
+"""Families that are pretrained on pairs of an image and a text, compared with each other."""
+_HINT = "give package.module:factory with --input"
 
 
 @dataclass(frozen=True)
@@ -48,21 +50,37 @@ class TrainedClass:
         for own in given if isinstance(given, list) else ():
             for classes, sees in known(_TASKS + _NAMED):
                 if own in _flat(classes.values()) and hasattr(transformers, own):
-                    return cls(getattr(transformers, own), sees, True)
+                    return cls(getattr(transformers, own), sees, True)._checked(name)
             # A checkpoint of the pretraining is trained on as one of the others.
             other = isinstance(own, str) and "For" in own and "ForPreTraining" not in own
             if other and hasattr(transformers, own):
                 raise InputError(
                     f"{name}: what {own} trains on is not in its configuration", hint=_HINT
                 )
+        if config.model_type in (pairs := dict(getattr(modeling_auto, _CONTRASTIVE))):
+            raise InputError(
+                f"{name}: {pairs[config.model_type]} trains on images and texts that it compares, "
+                "which cannot be sized from its configuration",
+                hint=f"{_HINT}; its image classifier is sized if 'architectures' names that class",
+            )
         for classes, sees in known(sorted(_TASKS, key=lambda task: not _first(config, task[1]))):
             if config.model_type in classes:
-                return cls(
-                    getattr(transformers, _flat([classes[config.model_type]])[0]), sees, False
-                )
+                found = getattr(transformers, _flat([classes[config.model_type]])[0])
+                return cls(found, sees, False)._checked(name)
         raise InputError(
             f"{name}: {type(config).__name__} has no language or image model to train", hint=_HINT
         )
+
+    def _checked(self, name: str) -> TrainedClass:
+        """InputError for a model of text that sees images, too: words alone would be too little."""
+        parts = getattr(self.model.config_class, "sub_configs", {})
+        if self.sees == _WORDS and "vision_config" in parts:
+            raise InputError(
+                f"{name}: {self.model.__name__} trains on images and text, and how many images go "
+                "with a text is not in its configuration",
+                hint=f"on text alone: a config.json of its text_config; else {_HINT}",
+            )
+        return self
 
     @property
     def images(self) -> bool:
@@ -81,6 +99,7 @@ class TrainedClass:
     def batch(self, config: Any, count: int, tokens: int, dtype: torch.dtype) -> dict[str, Any]:
         """Examples, as its Trainer gets them from its collator."""
         if self.images:
+            config = getattr(config, "vision_config", config)
             size = getattr(config, "image_size", 224)
             height, width = size if isinstance(size, (list, tuple)) else (size, size)
             shape = count, getattr(config, "num_channels", 3), height, width
