@@ -215,6 +215,7 @@ class _Request:
             if self.passes and setup.updates_in_backward:
                 self._make_state(step, data)
             if not self.passes or self.waiting:
+                self._leave_sparse(step, data)
                 _leave_gradients(step, self.trained)
             if self.watch is not None:
                 self.watch(step.model, recorder)
@@ -231,10 +232,22 @@ class _Request:
         if step._setup.adds_apart or step._setup.updates_in_backward:
             # The third part meets all gradients; those of the last one go early.
             return cut(data, 0, min(3 * self.size, examples_of(data) or self.size))
+        parts = -(-(examples_of(data) or self.size) // self.size)
         data = cut(data, 0, self.size)
         if self.passes:  # gradients as they are: one may be a part of a larger tensor
             step._setup.backward(step._setup.run(data))
+            _lengthen_sparse(step.model, parts - 1)
         return data
+
+    def _leave_sparse(self, step: Step, data: Any) -> None:
+        """Those of embeddings that have some rows only, as the passes leave them."""
+        sparse = [m for m in step.model.modules() if getattr(m, "sparse", False) is True]
+        if not sparse or step._setup.updates_in_backward:
+            return
+        step._setup.backward(step._setup.run(data))
+        for parameter in step.model.parameters():
+            if parameter.grad is not None and parameter.grad.layout is torch.strided:
+                parameter.grad = None
 
     def _make_state(self, step: Step, data: Any) -> None:
         """The optimizer's, which a step that updates in its backward pass finds there."""
@@ -291,10 +304,24 @@ def _noting_released(
 
 
 def _leave_gradients(step: Step, trained: Collection[str]) -> None:
-    """The gradients that earlier microbatches accumulated."""
+    """The gradients of all parts, of these parameters."""
     for name, parameter in step.model.named_parameters():
-        if parameter.requires_grad and (not trained or name in trained):
+        if not parameter.requires_grad or (trained and name not in trained):
+            parameter.grad = None
+        elif parameter.grad is None:  # else it is sparse
             parameter.grad = torch.empty_like(parameter)
+
+
+def _lengthen_sparse(model: nn.Module, parts: int) -> None:
+    """Sparse gradients as so many parts leave them: one after another, until they are read."""
+    for parameter in model.parameters():
+        one = parameter.grad
+        if one is not None and one.layout is torch.sparse_coo and parts > 1:
+            indices, values = one._indices().repeat(1, parts), one._values()
+            values = values.repeat(parts, *[1] * (values.dim() - 1))
+            parameter.grad = torch.sparse_coo_tensor(
+                indices, values, one.shape, check_invariants=False
+            )
 
 
 def _record(
@@ -308,8 +335,7 @@ def _record(
         record = recorder.resident(parameter, name.rpartition(".")[0])
         if record is not None:
             made.parameters[name] = record
-        if parameter.grad is not None:
-            recorder.resident(parameter.grad)
+    made.note_gradients(recorder, named)
     for name, buffer in step.model.named_buffers():
         record = recorder.resident(buffer, name.rpartition(".")[0])
         if record is not None:

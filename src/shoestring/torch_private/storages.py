@@ -9,7 +9,14 @@ from torch._prims_common import (
     suggest_memory_format,
 )
 
-__all__ = ["dense_strides", "suggest_memory_format", "use_count"]
+__all__ = ["dense_strides", "held_in", "suggest_memory_format", "use_count"]
+
+
+def held_in(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Tensors that have its storages: itself, or the values and indices of a sparse one."""
+    if tensor.layout is torch.sparse_coo:
+        return tensor._values(), tensor._indices()
+    return (tensor,)
 
 
 def dense_strides(shape: tuple[int, ...], kind: torch.memory_format) -> tuple[int, ...]:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..errors import InputError
 from ..torch_private.dispatch import inner_tensors
 from ..torch_private.trees import tree_leaves
 from .attributes import Held, held_by, moved_modules
@@ -37,7 +38,7 @@ class RecordedStep:
         self.inputs: list[StorageRecord] = []
         self.parameters: dict[str, StorageRecord] = {}
         self.buffers: list[StorageRecord] = []
-        self.gradients: dict[str, StorageRecord] = {}
+        self.gradients: dict[str, list[StorageRecord]] = {}
         self.state: list[StorageRecord] = []
         self.state_elements: dict[str, tuple[int, ...]] = {}
         self.backward_start = 0
@@ -58,9 +59,9 @@ class RecordedStep:
         """Which storages are gradients, once there are any."""
         for name, parameter in named.items():
             if parameter.grad is not None:
-                record = recorder.storage_of(parameter.grad)
-                if record is not None:
-                    self.gradients[name] = record
+                records = recorder.storages_of(parameter.grad)
+                if records:  # a sparse gradient moves when another is added
+                    self.gradients.setdefault(name, []).extend(records)
 
     def note_state(
         self, recorder: Recorder, optimizer: torch.optim.Optimizer, named: dict[str, nn.Parameter]
@@ -82,6 +83,12 @@ class RecordedStep:
                 for inner in inner_tensors(t)
             ]
             for leaf in tensors:
+                if leaf.layout is torch.sparse_coo:
+                    raise InputError(
+                        f"{type(optimizer).__name__} keeps sparse gradients and adds to them: "
+                        f"its state of {name} grows with every step",
+                        hint="no momentum, SparseAdam or Adagrad; or build it with sparse=False",
+                    )
                 record = recorder.resident(leaf)
                 if record is not None:
                     self.state.append(record)
@@ -106,8 +113,9 @@ def freeze(
         roles[record.index] = (Role.BUFFER, record.module)
     for record in step.state:
         roles[record.index] = (Role.OPTIMIZER_STATE, record.module)
-    for name, record in step.gradients.items():
-        roles[record.index] = (Role.GRADIENT, name.rpartition(".")[0])
+    for name, records in step.gradients.items():
+        for record in records:
+            roles[record.index] = (Role.GRADIENT, name.rpartition(".")[0])
     for name, record in step.parameters.items():
         roles[record.index] = (Role.MODEL, name.rpartition(".")[0])
     storages = []

@@ -41,7 +41,7 @@ from ..errors import TraceError
 from ..torch_private.autograd import DisableTorchFunction, current_node, last_sequence_number
 from ..torch_private.dispatch import OperationMode
 from ..torch_private.fake_tensors import FakeTensor
-from ..torch_private.storages import suggest_memory_format
+from ..torch_private.storages import held_in, suggest_memory_format
 from ..torch_private.trees import tensor_leaves
 from .flops import flops_of
 from .graph import Op, Phase, TensorSpec, channels_last_order
@@ -110,7 +110,7 @@ class Recorder(OperationMode):
     # -- storages ------------------------------------------------------------------------------
 
     def storage_of(self, tensor: torch.Tensor) -> StorageRecord | None:
-        """The record of the tensor's storage, made on first sight.
+        """The record of the tensor's storage, made on first sight; of a sparse tensor its values'.
 
         None for a tensor that only wraps others, which have storages of their own.
         """
@@ -119,7 +119,8 @@ class Recorder(OperationMode):
         try:
             storage = tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):
-            return None
+            sparse = tensor.layout is torch.sparse_coo
+            return self.storages_of(tensor)[0] if sparse else None
         address = storage._cdata
         index = self._by_address.get(address)
         if index is not None:
@@ -148,6 +149,11 @@ class Recorder(OperationMode):
         record.reference = weakref.ref(storage, gone)
         return record
 
+    def storages_of(self, tensor: torch.Tensor) -> list[StorageRecord]:
+        """The same; of a sparse tensor two, of its values and of its indices."""
+        records = map(self.storage_of, held_in(tensor))
+        return [record for record in records if record is not None]
+
     def resident(self, tensor: torch.Tensor, module: str = "") -> StorageRecord | None:
         """Note a tensor that exists before the step."""
         record = self.storage_of(tensor)
@@ -168,7 +174,9 @@ class Recorder(OperationMode):
         return record.value
 
     def spec(self, tensor: torch.Tensor, producer: int = -1) -> TensorSpec | None:
-        """The tensor as a view of the value its storage holds now."""
+        """The tensor as a view of the value its storage holds now; of a sparse one the values."""
+        if tensor.layout is torch.sparse_coo:
+            tensor = tensor._values()
         record = self.storage_of(tensor)
         if record is None:
             return None
@@ -212,6 +220,7 @@ class Recorder(OperationMode):
                         mutates.append(label)
                 if written:
                     written_tensors.append(tensor)
+        moving = [held_in(t) for t in written_tensors if t.layout is torch.sparse_coo]
         try:
             out = func(*args, **kwargs)
         except Exception:
@@ -236,6 +245,7 @@ class Recorder(OperationMode):
             is_view = False  # reshape and contiguous may copy after all
         self._note_masks(func, inputs, outputs, mutates)
         self.ops.append(self._op(index, func, args, kwargs, out, inputs, outputs, is_view, mutates))
+        del moving  # there until its values were written anew
         return out
 
     def _unrecorded(self, func: Any, args: Any, kwargs: Any) -> Any:

@@ -21,6 +21,7 @@ import torch
 
 from ..torch_private.fake_tensors import FakeTensor, make_fake
 from ..torch_private.storages import dense_strides, suggest_memory_format
+from ..torch_private.trees import tensor_leaves
 from .cuda import on_cuda
 
 _MOST = 100_000
@@ -57,6 +58,8 @@ _TYPED = {
 """Operations whose CPU kernels return a first result of the type of this operand."""
 _STATISTICS = frozenset({"native_group_norm", "native_layer_norm", "native_batch_norm"})
 """Operations whose results but the first are FP32 on the CPU if any operand is."""
+_JOINING = frozenset({"add", "add_", "sub", "sub_"})
+"""Operations that put the values of sparse operands one after another."""
 _ON_CPU = _DENSE.keys() | _TYPED.keys() | _STATISTICS
 
 
@@ -84,14 +87,14 @@ def result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     operands: list[FakeTensor] = []
     key = _key(func, args, kwargs, operands)
     if key is None:
-        return func(*args, **kwargs)
+        return _with_values(func, args, kwargs)
     corrected = func._opname in _ON_CPU and not on_cuda(operands[0])
     if corrected:
         key = (*key, "as the CPU has it")
     found = _known.get(key)
     if found is not None:
         return _made(found, operands)
-    out = func(*args, **kwargs)
+    out = _with_values(func, args, kwargs)
     if corrected:
         out = _typed(func._opname, out, operands)
         if func._opname in _DENSE:
@@ -103,6 +106,24 @@ def result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         unchanged = not written or key == _key(func, args, kwargs, [])
         _known[key] = _seen(out, operands) if unchanged else None
     return out
+
+
+def _with_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result; a sparse one with all the values it may have, which PyTorch leaves out."""
+    given = [t._nnz() for t in tensor_leaves(args) if t.layout is torch.sparse_coo]
+    made = func(*args, **kwargs)
+    if not isinstance(made, FakeTensor) or made.layout is not torch.sparse_coo:
+        return made
+    name = func._opname
+    count = sum(given) if name in _JOINING else max(given, default=0)
+    if name == "_embedding_bag_backward":
+        count = args[1].numel()  # words in all bags
+    if count > made._nnz():
+        indices = made._indices().new_zeros(made.sparse_dim(), count)
+        values = made._values().new_zeros(count, *made.shape[made.sparse_dim() :])
+        full = torch.sparse_coo_tensor(indices, values, made.shape, check_invariants=False)
+        torch.ops.aten.copy_sparse_to_sparse_(made, full)
+    return made
 
 
 def _typed(name: str, out: Any, operands: Sequence[FakeTensor]) -> Any:

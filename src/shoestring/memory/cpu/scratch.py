@@ -49,6 +49,16 @@ def _bag(op: Op) -> int:
     return 3 * max(nbytes_of(spec) for name, spec in op.inputs if name == "indices")
 
 
+def _coalesced(op: Op) -> int:
+    """Of a sparse tensor: its indices as one number each, sorted, and where they came from."""
+    return 4 * 8 * op.inputs[0][1].shape[0]
+
+
+def _masked_rows(op: Op) -> int:
+    """Of a dense tensor as a sparse one's: its rows before they are written."""
+    return 2 * sum(nbytes_of(spec) for spec in op.outputs)
+
+
 def _resampled(op: Op) -> int:
     given = sum(nbytes_of(spec) for _, spec in op.inputs)
     return given + sum(nbytes_of(spec) for spec in op.outputs)
@@ -224,6 +234,8 @@ _RULES: dict[str, Callable[[Op], int]] = {
     "binary_cross_entropy_with_logits": binary_loss_bytes,
     "logsumexp": _exponentials,
     "roll": _rolled,
+    "_coalesce": _coalesced,
+    "sparse_mask": _masked_rows,
     "gelu_backward": _gelu_backward,
     "_ctc_loss_backward": _paths,
     "kthvalue": _ranked,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ...errors import InputError
+from ...torch_private.storages import held_in
 from ...trace.batches import check_layouts, tensors_of
 from ...trace.failures import check_loss, user_code
 from ...trace.fakes import (
@@ -195,8 +196,7 @@ def track(
     def note_gradients() -> None:
         for parameter in model.parameters():
             if parameter.grad is not None:
-                record = recorder.storage_of(parameter.grad)
-                if record is not None:
+                for record in recorder.storages_of(parameter.grad):
                     roles[record.index] = Role.GRADIENT
 
     for role, tensors in _residents(model, batch, optimizer):
@@ -272,7 +272,7 @@ def _measure_cuda(
         nonlocal finished_bytes
         highest.append((torch.cuda.max_memory_allocated(), finished_bytes))
         if parameter.grad is not None:
-            finished_bytes += parameter.grad.untyped_storage().nbytes()
+            finished_bytes += _storage_bytes(held_in(parameter.grad), set())
 
     setattr(gradient_made, OURS, True)
     hooks = [
@@ -296,7 +296,7 @@ def _measure_cuda(
     return _report("cuda", bytes_by_role)
 
 
-def _storage_bytes(tensors: list[torch.Tensor], seen: set[int]) -> int:
+def _storage_bytes(tensors: Iterable[torch.Tensor], seen: set[int]) -> int:
     """Bytes of the storages behind the tensors, each counted once."""
     total = 0
     for tensor in tensors:
