@@ -110,6 +110,44 @@ def test_the_bound_holds_and_is_not_far(name: str) -> None:
     assert bound <= 1.35 * real
 
 
+NATIVE: dict[str, tuple[Callable[..., nn.Module], tuple[int, ...], torch.dtype]] = {
+    "one small image": (partial(nn.Conv2d, 59, 16, 3, padding=1), (16, 16), torch.float32),
+    "one short sequence": (partial(nn.Conv1d, 24, 16, 7, padding=3), (400,), torch.float32),
+    "one small volume": (partial(nn.Conv3d, 24, 16, 3, padding=1), (8, 8, 24), torch.float32),
+    "one pixel of a volume": (partial(nn.Conv3d, 24, 8, 1), (16, 16, 16), torch.float32),
+    "transposed": (partial(nn.ConvTranspose2d, 4, 16, 3), (40, 40), torch.float32),
+    "transposed, one pixel": (partial(nn.ConvTranspose2d, 24, 16, 1), (40, 40), torch.float32),
+    "transposed volume": (partial(nn.ConvTranspose3d, 59, 16, 3), (8, 8, 8), torch.float32),
+    "FP64": (partial(nn.Conv2d, 24, 16, 3, padding=1), (40, 40), torch.float64),
+    "FP64, dilated": (partial(nn.Conv2d, 59, 16, 1, dilation=2), (16, 16), torch.float64),
+    "FP64, transposed": (partial(nn.ConvTranspose2d, 4, 8, 5, dilation=2), (16, 16), torch.float64),
+}
+
+
+@pytest.mark.parametrize("name", NATIVE)
+@pytest.mark.parametrize("images", [1, 2])
+def test_convolutions_of_pytorch(images: int, name: str) -> None:
+    """Those that oneDNN is not given: small images one by one, and all in FP64."""
+    build, size, dtype = NATIVE[name]
+    layer = build().to(dtype)
+    given = torch.randn(images, layer.weight.shape[layer.transposed ^ True], *size, dtype=dtype)
+    given.requires_grad_()
+    out = layer(given)
+    backward = partial(
+        torch.autograd.grad, out, (given, layer.weight, layer.bias), out.detach(), retain_graph=True
+    )
+    left = sum(t.nbytes for t in (given, layer.weight, layer.bias))
+    with torch.no_grad():
+        real = allocator_peak(lambda: layer(given)) - out.nbytes, allocator_peak(backward) - left
+    recorder = Recorder()
+    with recorder:
+        layer(given)
+        backward()
+    bounds = [scratch_bytes(op) for op in recorder.ops if "convolution" in op.name]
+    for seen, bound in zip(real, bounds, strict=True):
+        assert seen <= bound + 2048 and bound <= 3 * seen + 200_000
+
+
 @pytest.mark.parametrize("rows", [40, 300, 2048])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_products_in_16_bits(rows: int, transposed: bool) -> None:

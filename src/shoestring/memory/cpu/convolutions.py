@@ -14,6 +14,8 @@ _BLOCK = 16
 """Channels to which oneDNN's layouts are padded."""
 _SMALL, _FEW_CHANNELS = 16 * 1024, 48 * 1024
 """Scratch of its convolutions for each thread; for images of few channels."""
+_FEW_PIXELS = 20480
+"""Of all channels of an image: PyTorch's limit."""
 
 
 def _to_blocks(channels: int) -> int:
@@ -76,9 +78,18 @@ def _is_product(op: Op, weight: TensorSpec) -> bool:
     return plain and _of_one_pixel(weight) and weight.dtype.itemsize == 4
 
 
-def _kernels(dtype: torch.dtype) -> SixteenBits:
-    """As `sixteen_bits`; oneDNN has all FP32 convolutions."""
-    return sixteen_bits(dtype) if dtype.itemsize == 2 else "blocks"
+def _kernels(op: Op, weight: TensorSpec) -> SixteenBits:
+    """As `sixteen_bits`; in FP32 oneDNN has all but those of one small image."""
+    if weight.dtype.itemsize == 2:
+        return sixteen_bits(weight.dtype)
+    return "native" if weight.dtype.itemsize == 8 or _is_small(op, weight) else "blocks"
+
+
+def _is_small(op: Op, weight: TensorSpec) -> bool:
+    """One image that PyTorch keeps from oneDNN (`ConvParams::use_mkldnn`)."""
+    shape, kernel = dict(op.inputs)["input"].shape, (1, *weight.shape[2:])[-2:]
+    pixels = math.prod(shape[:4])  # without the last dimension of a volume
+    return _groups(op) == 1 and shape[0] == 1 and pixels <= _FEW_PIXELS and min(kernel) <= 3
 
 
 def _image_bytes(spec: TensorSpec, itemsize: int) -> int:
@@ -91,14 +102,17 @@ def _columns(op: Op, weight: TensorSpec, source: TensorSpec, result: TensorSpec)
     """PyTorch's own convolution is a product of the weight with every patch, of the whole batch."""
     settings = dict(op.settings)
     transposed = settings.get("transposed", False)
-    if _of_one_pixel(weight) and _stride(op) == 1:
+    apart = max(settings.get("dilation", (1,))) > 1 and not transposed
+    if _of_one_pixel(weight) and _stride(op) == 1 and not transposed and not apart:
         return 0
-    images = 1 if max(settings.get("dilation", (1,))) > 1 else source.shape[0]
+    images = 1 if apart else source.shape[0]
     patch = math.prod(weight.shape[1:])
     if len(weight.shape) == 5:  # of all groups together
         patch *= _groups(op)
     pixels = math.prod((source if transposed else result).shape[2:])
-    return images * patch * pixels * weight.dtype.itemsize
+    beside = math.prod(result.shape[2:]) if transposed else 0  # ones, for the bias
+    beside += source.numel if transposed and len(weight.shape) == 5 else 0
+    return (images * patch * pixels + beside) * weight.dtype.itemsize
 
 
 def _by_image(op: Op, small: TensorSpec, made: TensorSpec) -> int:
@@ -122,17 +136,20 @@ def convolution(op: Op) -> int:
     given, result, groups = dict(op.inputs), op.outputs[0], _groups(op)
     weight, source = given["weight"], given["input"]
     if _is_product(op, weight):
-        return 0
-    kind, last = _kernels(weight.dtype), _channels_last(op, "input")
+        return _columns(op, weight, source, result)
+    kind, last = _kernels(op, weight), _channels_last(op, "input")
     if kind == "native":
         turned = nbytes_of(weight) + nbytes_of(source) // groups if op.strided else 0
         copied = nbytes_of(result) if groups > 1 else 0
         return _columns(op, weight, source, result) + copied + turned + _unfit(op, "input")
     weights, first = _weight_bytes(weight, groups), _is_first(weight, groups)
-    small = torch.get_num_threads() * (_FEW_CHANNELS if first else _SMALL)
+    transposed = dict(op.settings).get("transposed", False)
+    few = first or transposed
+    small = torch.get_num_threads() * (_FEW_CHANNELS if few else _SMALL)
     beside = _by_image(op, result, result)
-    if dict(op.settings).get("transposed", False):
+    if transposed:
         copies = 0 if last and weight.dtype.itemsize == 4 else 2 * _padded(result)
+        copies += small if len(weight.shape) == 3 and _stride(op) > 1 else 0
         return copies + 2 * _padded(source) + 2 * weights + beside
     if last:
         by_pixel = nbytes_of(result) if groups > 1 and _of_one_pixel(weight) else 0
@@ -151,13 +168,15 @@ def convolution_backward(op: Op) -> int:
     last, grad = _channels_last(op, "input"), _padded(gradient)
     turned = grad if last != _channels_last(op, "grad_output") else 0
     turned += _unfit(op, "input") + _unfit(op, "grad_output")
+    if len(weight.shape) == 5 and _of_one_pixel(weight) and _stride(op) == 1:
+        turned += nbytes_of(source)
     if _is_product(op, weight):
         return turned
-    kind = _kernels(weight.dtype)
-    if kind == "native":
+    if _kernels(op, weight) == "native":
         copies = nbytes_of(source) + nbytes_of(gradient) if last or groups > 1 else turned
         copies += nbytes_of(weight) if last else 0
-        in_fp32 = 4 * gradient.numel  # for the gradient of the bias
+        narrow = weight.dtype.itemsize == 2
+        in_fp32 = 4 * gradient.numel if narrow else 0  # for the gradient of the bias
         return max(_columns(op, weight, source, gradient) + copies, in_fp32)
     wide = _weight_bytes(weight, groups) * 4 // weight.dtype.itemsize
     weights = 2 * wide
