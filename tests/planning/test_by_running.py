@@ -233,3 +233,42 @@ def test_scripted_blocks_are_planned_and_not_certified() -> None:
     assert plan.by_running and plan.techniques
     with pytest.raises(ss.InputError, match="a copy of the model does not train"):
         ss.verify(plan, model, [batch], **given)
+
+
+class Halved(nn.Module):
+    """Gives one half on and shows the other, both outputs of one function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDE, 2 * WIDE)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        on, shown = torch.tanh(self.linear(x)).chunk(2, -1)
+        return x + on, shown
+
+
+class Shown(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Halved() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.enter(x)
+        for layer in self.layers:
+            x, _ = layer(x)
+        return self.leave(x)
+
+
+def test_a_block_one_of_whose_outputs_has_no_gradient_is_traced() -> None:
+    """Autograd calls the hooks of such an output with None."""
+    model, batch = Shown(), (torch.randn(ROWS, 8), torch.arange(ROWS) % 5)
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plain = ss.profile(model, batch, loss=loss, optimizer=optimizer, accounting="device")
+    plan = ss.plan(
+        model, batch, loss=loss, optimizer=optimizer, budget=int(0.8 * plain.peak_bytes)
+    )
+    assert not plan.by_running

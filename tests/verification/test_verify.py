@@ -413,6 +413,32 @@ def test_a_gradient_that_is_all_rounding_is_no_alarm(kind: str) -> None:
     assert found.ok, str(found)
 
 
+class Shifted(nn.Module):
+    """Adds one small number to all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.full((1,), 1e-3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.shift
+
+
+def test_a_gradient_that_is_all_rounding_is_no_alarm_with_a_small_epsilon() -> None:
+    """In FP64 it is 1e-16, which a division by 1e-10 makes larger than what is allowed there."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8), Shifted())
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        out = model(batch)
+        return ((out - out.mean(1, keepdim=True)).square().sum(1) - 3).square().mean()
+
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, eps=1e-10)
+    batch = torch.randn(6, 8) * 3
+    found = verify([Microbatching(1)], model, [batch], loss=loss, optimizer=optimizer, steps=2)
+    assert found.ok, str(found)
+
+
 @pytest.mark.parametrize("wrong", [1.01, 1.1])
 def test_autocast_hides_no_wrong_gradient(wrong: float) -> None:
     """Rounding is below 1% here: a gradient that is 1 or 10% wrong is not rounding."""

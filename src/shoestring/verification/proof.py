@@ -141,11 +141,11 @@ class Proof:
         return {what: d for what, d in apart.items() if not d.equal and not d.within}
 
     def _even_optimizer(self) -> bool:
-        """Whether a gradient that is zero but for rounding hardly moves its parameter."""
+        """Whether a gradient that is zero but for rounding, 1e-16 of others, moves nothing."""
         if self.pair.at.linear:
             return True
         added = (group.get("eps") for group in self.pair.own[1].param_groups)
-        return all(isinstance(eps, float) and eps >= 1e-10 for eps in added)  # Adafactor has two
+        return all(isinstance(eps, float) and eps >= 1e-8 for eps in added)  # Adafactor has two
 
     def _judged(self, row: Comparison, apart: Distance | None) -> Comparison:
         """With what FP64 says, and whether the draws could be shared at all."""

@@ -74,7 +74,9 @@ class BlockWatch:
             hooked(block, modules[path])
 
     def _on_gradient(self, recorder: Recorder, block: int, tensors: Any) -> None:
-        def reached(gradient: torch.Tensor) -> None:
+        def reached(gradient: torch.Tensor | None) -> None:
+            if gradient is None:  # of one output of a function whose others are read
+                return
             self.backward.setdefault(block, len(recorder.ops))
             self.gradient_bytes[block] = self.gradient_bytes.get(block, 0) + gradient.nbytes
 
