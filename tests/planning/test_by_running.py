@@ -268,7 +268,5 @@ def test_a_block_one_of_whose_outputs_has_no_gradient_is_traced() -> None:
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     plain = ss.profile(model, batch, loss=loss, optimizer=optimizer, accounting="device")
-    plan = ss.plan(
-        model, batch, loss=loss, optimizer=optimizer, budget=int(0.8 * plain.peak_bytes)
-    )
+    plan = ss.plan(model, batch, loss=loss, optimizer=optimizer, budget=int(0.8 * plain.peak_bytes))
     assert not plan.by_running
