@@ -22,9 +22,11 @@ from ..memory.prediction import Prediction
 from ..step.holding import out_of_memory
 from ..step.step import Step, apply_alone
 from ..techniques import registered
+from ..techniques.base import LossUnits
 from ..techniques.offers import Context
 from ..techniques.plan import Plan
 from ..techniques.splitting.find import find_units
+from ..techniques.splitting.units import AUTO
 from ..trace.attributes import held_by, moved_modules
 from ..trace.batches import tensors_of
 from ..trace.blocks import is_normalization
@@ -72,6 +74,7 @@ def plan_by_running(
     margin: float,
     allow: str | Iterable[str] | None,
     because: ShoestringError,
+    units: LossUnits = AUTO,
 ) -> BudgetPlan:
     """The mildest of what revisable techniques offer whose measured step fits.
 
@@ -83,6 +86,7 @@ def plan_by_running(
         raise because
     updates = make_optimizer(optimizer, model, {}) if isinstance(optimizer, str) else optimizer
     trials = _Trials(model, batch, loss, updates)
+    trials.units = units
     try:
         context = trials.context()
         plain = trials.needed(Setting())
@@ -162,6 +166,9 @@ def _too_small(
 class _Trials:
     """Steps that are taken, measured and taken back."""
 
+    units: LossUnits = AUTO
+    """What the user said that the loss is averaged over."""
+
     def __init__(self, model: nn.Module, batch: Any, loss: Loss, optimizer: Any) -> None:
         self._model, self._batch, self._loss, self._optimizer = model, batch, loss, optimizer
         self.known: dict[Setting, int | None] = {}
@@ -179,7 +186,8 @@ class _Trials:
             model, self._batch, self._optimizer, _no_trace,
             device=next(model.parameters()).device.type, examples=examples,
             batch_norm=any(is_normalization(m) and m.training for m in model.modules()),
-            split=find_units(model, self._batch, self._loss), writers=self._writers(),
+            split=find_units(model, self._batch, self._loss, told=self.units),
+            writers=self._writers(),
         )  # fmt: skip
 
     def needed(self, setting: Setting) -> int | None:

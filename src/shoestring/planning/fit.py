@@ -15,7 +15,9 @@ from ..step.clipping import Clip
 from ..step.holding import Hold, shapes_of
 from ..step.setting_up import revisable
 from ..step.step import Step
+from ..techniques.base import LossUnits
 from ..techniques.splitting.find import find_units
+from ..techniques.splitting.units import AUTO
 from ..torch_private.fake_tensors import FakeTensorMode
 from ..trace.failures import check_trainable
 from ..trace.fakes import check_optimizer, fake_batch, fake_model, make_optimizer
@@ -43,6 +45,7 @@ def fit(
     enforce: bool = False,
     budget_of: Literal["reserved", "allocated"] = "reserved",
     clip: float | Clip | None = None,
+    units: LossUnits = AUTO,
 ) -> Step:
     """Make a training step that stays within the budget: `plan`, then `apply`.
 
@@ -61,6 +64,7 @@ def fit(
         enforce: CUDA's allocator gives out no more than the budget.
         budget_of: As for `plan`.
         clip: As for `apply`.
+        units: As for `plan`.
 
     Returns:
         A `Step`; `step(batch)` is forward, backward and update.
@@ -79,7 +83,7 @@ def fit(
     step = fitted(
         model, batch, loss=loss, optimizer=optimizer, budget_bytes=budget_bytes, allow=allow,
         budget_of=budget_of, made=lambda plan: apply(plan, model, optimizer, loss=loss, clip=clip),
-        by_norm=getattr(Clip.of(clip), "norm", None) is not None,
+        by_norm=getattr(Clip.of(clip), "norm", None) is not None, units=units,
     )  # fmt: skip
     if enforce:
         _enforce(device, budget_bytes)
@@ -100,6 +104,7 @@ def fitted(
     waiting: bool = False,
     among: Callable[[Setting], bool] = lambda setting: True,
     by_norm: bool = False,
+    units: LossUnits = AUTO,
 ) -> Step:
     """Plan, have the step `made` from the plan, and watch it; see `fit`.
 
@@ -109,7 +114,7 @@ def fitted(
     check_trainable(model)
     check_optimizer(optimizer)
     device = next(model.parameters()).device
-    split = find_units(model, batch, loss)  # here, on real values: planning has none
+    split = find_units(model, batch, loss, told=units)  # here, on real values: planning has none
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fake, mapping = fake_model(model, mode)  # what is planned for stays, whatever becomes of it
 
@@ -137,7 +142,7 @@ def fitted(
             held_bytes += gradient_bytes(model)
         found = plan_by_running(
             model, batch, loss=loss, optimizer=optimizer, budget_bytes=budget_bytes - held_bytes,
-            margin=MARGIN[device.type], allow=allow, because=because,
+            margin=MARGIN[device.type], allow=allow, because=because, units=units,
         )  # fmt: skip
         return made(found)
     step = made(tighter.first)

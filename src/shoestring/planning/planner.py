@@ -22,12 +22,13 @@ from ..memory.reserved import reserved
 from ..memory.work import Work
 from ..step.trace_step import trace_plan
 from ..techniques import registered
-from ..techniques.base import Setup
+from ..techniques.base import LossUnits, Setup
 from ..techniques.claims import Level
 from ..techniques.offers import Context, Offer
 from ..techniques.plan import Plan
 from ..techniques.splitting import SplitFound
 from ..techniques.splitting.find import find_units
+from ..techniques.splitting.units import AUTO
 from ..trace.batches import tensors_of
 from ..trace.blocks import is_normalization
 from ..trace.failures import check_trainable
@@ -79,6 +80,7 @@ def plan(
     sharding: Literal["ddp", "fsdp"] = "ddp",
     prices: bool = False,
     trial: bool | None = None,
+    units: LossUnits = AUTO,
 ) -> BudgetPlan:
     """Find the plan of least predicted time that fits the budget, lossless if there is one.
 
@@ -110,6 +112,7 @@ def plan(
             batch; none for a model that cannot be traced.
         trial: Run a few steps by the plan, on the model itself and within the budget, correct the
             prediction by them, and put everything back. By default where the model is on a GPU.
+        units: What the loss is averaged over, as for `Microbatching`: found on the batch, or told.
 
     Returns:
         A `BudgetPlan`: techniques, what is predicted with and without them, and why.
@@ -136,7 +139,7 @@ def plan(
             )
         given: dict[str, Any] = {
             "loss": loss, "optimizer": optimizer, "allow": allow, "accounting": accounting,
-            "device": device, "budget_of": budget_of, "trial": trial,
+            "device": device, "budget_of": budget_of, "trial": trial, "units": units,
         }  # fmt: skip
         every = [batch, *batches]
         return plan_for_all(
@@ -153,7 +156,7 @@ def plan(
     try:
         planner = Planner(
             model, shared.share(batch) if ranks > 1 else batch, loss=loss, optimizer=optimizer,
-            allow=allow, accounting=accounting, device=device, budget_of=budget_of,
+            allow=allow, accounting=accounting, device=device, budget_of=budget_of, units=units,
         )  # fmt: skip
         if ranks > 1:
             return plan_for_ranks(planner, shared, budget_bytes, loss)
@@ -172,7 +175,7 @@ def plan(
             raise
         return plan_by_running(
             model, batch, loss=loss, optimizer=optimizer, budget_bytes=budget_bytes,
-            margin=MARGIN[here], allow=allow, because=because,
+            margin=MARGIN[here], allow=allow, because=because, units=units,
         )  # fmt: skip
 
 
@@ -194,6 +197,7 @@ class Planner:
         budget_of: str = "reserved",
         by_norm: bool = False,
         waiting: bool = False,
+        units: LossUnits = AUTO,
     ) -> None:
         if budget_of not in ("reserved", "allocated"):
             raise InputError(f"no budget of {budget_of!r}", hint="reserved or allocated")
@@ -234,7 +238,8 @@ class Planner:
             batch_norm=any(is_normalization(m) and m.training for m in model.modules()),
             narrow="fp16" if fundamental else known.narrow,
             reserved=budget_of == "reserved", accounting=accounting,
-            split=find_units(model, batch, loss) if split is None else split, loss=loss,
+            split=find_units(model, batch, loss, told=units) if split is None else split,
+            loss=loss,
         )  # fmt: skip
         self._settings_of: dict[Plan, Setting] = {}
         """Of the plans that were found, without their schedules."""

@@ -264,3 +264,56 @@ def test_nothing_is_tried_that_ends_a_process_on_cuda(monkeypatch: pytest.Monkey
     )
     found = ExampleRuns(Words(), tokens, loss, wide=True).found(gradients=True)
     assert found.splits and found.units == "batch[:, 1:] != -100", found
+
+
+def with_term(m: nn.Module, b: Any) -> torch.Tensor:
+    logits = m(b["tokens"])
+    return words()(m, b) + 0.01 * torch.logsumexp(logits, -1).square().mean()
+
+
+def speaker(scale: float = 1.0) -> nn.Module:
+    torch.manual_seed(0)
+    middle = [nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(3)]
+    model = nn.Sequential(nn.Embedding(50, 16), *middle, nn.Linear(16, 50))
+    with torch.no_grad():
+        model[-1].weight.mul_(scale)
+    return model
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-6], ids=["", "which only gradients tell"])
+@pytest.mark.parametrize("full", [True, False], ids=["no label ignored", "some ignored"])
+def test_two_means_are_named_with_the_way_out(scale: float, full: bool) -> None:
+    batch = words_batch(full=full)
+    batch["tokens"] = batch["tokens"].flip(1)
+    found = find_units(speaker(scale), batch, with_term)
+    assert found.splits is False
+    assert "one term is a mean over labels != -100, another over examples" in found.why
+    assert "units='examples'" in found.why and "counts of the whole batch" in found.why
+
+
+def test_terms_divided_by_counts_of_the_whole_batch_split() -> None:
+    """The way out that the refusal names."""
+
+    def loss(m: nn.Module, b: Any) -> torch.Tensor:
+        logits = m(b["tokens"])
+        told = F.cross_entropy(logits.transpose(1, 2), b["labels"], reduction="sum")
+        return told / b["words"] + torch.logsumexp(logits, -1).square().sum() / b["all"]
+
+    batch = {**words_batch(), "words": torch.tensor(35.0), "all": torch.tensor(56.0)}
+    found = find_units(speaker(), batch, loss)
+    assert found.splits and found.units == "sum"
+
+
+def test_a_plan_can_be_told_units() -> None:
+    """Which are tested: where labels are ignored, these are not what the loss is averaged over."""
+    model, batch = speaker(), words_batch(full=True)
+    batch = {name: tensor.repeat(8, 1) for name, tensor in batch.items()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    given: dict[str, Any] = {"loss": with_term, "optimizer": optimizer, "budget": "240 KB"}
+    plan = ss.plan(model, batch, **given, allow="lossless", units="examples")
+    assert plan.loss_units == "examples" and plan.kind == "lossless"
+    assert ss.verify(plan, model, [batch], loss=with_term, optimizer=optimizer, steps=1).ok
+    batch["labels"] = words_batch()["labels"].repeat(8, 1)
+    for planned in (ss.plan, ss.fit):
+        with pytest.raises(InputError, match="units='examples' is not what the loss is averaged"):
+            planned(model, batch, **given, units="examples")

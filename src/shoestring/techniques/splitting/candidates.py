@@ -106,5 +106,13 @@ def named(units: str) -> str:
     return re.sub(r"^(\d+)", r"batch[\1]", units)
 
 
+def none_ignored(batch: Any, candidate: str) -> Any:
+    """The batch with a label that counts in the place of each that is ignored."""
+    tensor, value = _counted(batch, candidate)
+    counted = tensor[tensor != value]
+    other = torch.where(tensor == value, counted[:1], tensor)
+    return map_tensors(partial(_exchanged, tensor, other), batch)
+
+
 def _exchanged(old: torch.Tensor, new: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
     return new if held is old else held

@@ -6,13 +6,11 @@ import copy
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from ...errors import InputError
 from ...trace.attributes import assigned
 from ...trace.batches import map_tensors
 from ...trace.blocks import is_normalization
@@ -24,82 +22,27 @@ from ...trace.wide import staying_wide, wide_batch, wide_model
 from ..base import LossUnits
 from . import SplitFound
 from .bounds import InBounds
-from .candidates import Targets, changed, ends_the_process, labels, masks, named, repeated
-from .draws import Drawn, Slices, open_kernels
+from .candidates import (
+    changed,
+    ends_the_process,
+    labels,
+    masks,
+    named,
+    none_ignored,
+    repeated,
+)
+from .draws import Slices, open_kernels
 from .units import EXAMPLES, SUM, Units, weights
+from .values import TOLERANCES, Failed, Values, Watched
 
 CUTS = (1, 2)
 """Where a few examples are cut in two; a cut that does not run (of one example) is left out."""
-TOLERANCES = {
-    torch.float64: 1e-7,
-    torch.float32: 1e-5,
-    torch.float16: 1e-2,
-    torch.bfloat16: 4e-2,
-}
-"""Of the loss, relative, by the least precise type it is computed in."""
 GRADIENT_ELEMENTS = 2**20
 """Of parameters whose gradients are compared."""
 
 
 Left = dict[tuple[str, str], Any]
 """Path of a module and name of an attribute → what a pass left there."""
-
-
-class _Watched(Drawn):
-    """Records draws, types, and the targets of likelihoods with what they ignore."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.targets: Targets = []
-        self.kinds: set[torch.dtype] = set()
-        self.weighted = False
-        self.reads = False
-        """Python saw a number or a truth value, which may decide what runs."""
-
-    def other(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Look at the arguments of likelihoods."""
-        made = func(*args, **kwargs)
-        if func is torch.ops.aten._local_scalar_dense.default:
-            self.reads = self.reads or args[0].is_floating_point() or args[0].dtype is torch.bool
-        if isinstance(made, torch.Tensor) and not func.is_view and made.is_floating_point():
-            self.kinds.add(made.dtype)
-        if func._schema.name in ("aten::nll_loss_forward", "aten::nll_loss2d_forward"):
-            target, weight, _, ignored = args[1:5]
-            self.targets.append((target.detach().flatten().clone(), int(ignored)))
-            self.weighted = self.weighted or weight is not None
-        return made
-
-
-class Failed(Exception):
-    """The loss did not run; its message is the reason."""
-
-    def __init__(self, message: str, *, unclear: bool = False) -> None:
-        super().__init__(message)
-        self.unclear = unclear
-        """It says nothing of the loss: there was not enough memory, or nothing to compare."""
-
-
-@dataclass(frozen=True)
-class _Values:
-    """Losses of a few examples, whole and in parts."""
-
-    whole: float
-    cuts: list[tuple[list[Any], list[float]]]
-    """Parts and their losses, for each way to cut."""
-    tolerance: float
-
-    def split_by(self, units: str | Units) -> bool:
-        """Whether the parts add up to the whole."""
-        return all(self._adds_up(units, parts, each) for parts, each in self.cuts)
-
-    def _adds_up(self, units: str | Units, parts: list[Any], each: list[float]) -> bool:
-        try:
-            shares = [float(w) for w in weights(units, parts)]
-        except (InputError, IndexError, RuntimeError):
-            return False
-        terms = [w * v for w, v in zip(shares, each, strict=True) if w]  # no unit: 0/0
-        scale = max(abs(self.whole), *(abs(t) for t in terms), 1e-30)
-        return abs(sum(terms) - self.whole) <= self.tolerance * scale
 
 
 class ExampleRuns:
@@ -117,7 +60,7 @@ class ExampleRuns:
         self.wide, self._model, self._loss, self._cuts = wide, model, loss, cuts
         self._examples = examples_of(batch) or 0
         self._batch = wide_batch(batch) if wide else in_type_of(model, batch)
-        self._seen: _Watched | None = None
+        self._seen: Watched | None = None
         self._open = self._needs_gradients = False
         self._left: Left = {}
         """By the last run."""
@@ -140,6 +83,7 @@ class ExampleRuns:
             raise Failed(f"the loss of {self._examples} examples is {values.whole}", unclear=True)
         if known is not None:
             kept: list[Any] = [known] if values.split_by(known) else []
+            read = []
         else:
             read = labels(self._batch, self._seen.targets)
             kept = self._confirmed([*read, EXAMPLES, SUM], values, seen=read)
@@ -147,22 +91,25 @@ class ExampleRuns:
                 kept = self._confirmed([EXAMPLES, SUM, *masks(self._batch, self._model)], values)
             kept = self._also_repeated(kept)
         if not kept:
-            two = bool(known is None and read) and values.split_by(EXAMPLES)
-            two = two and bool(self._also_repeated([EXAMPLES]))
-            why = self._reason(self._seen, read[0] if two else None)
+            why = self._reason(self._seen, read)
             return SplitFound(EXAMPLES, False, why)
         if self._left and (carried := self._carried()):
             why = f"each part reads what the one before it left in {carried}"
             return SplitFound(EXAMPLES, False, why)
         units = kept[0]
-        if gradients and not self._gradients_agree(values.cuts[-1][0], units):
+        if gradients and not all(
+            self._gradients_agree(self._cut_as(values, batch), units, batch)
+            for batch in (self._batch, *self._told_apart(units if units in read else None))
+        ):
             why = "its parts' losses add up, but their gradients do not"
+            if read and self._two_means(read[0]):
+                why = self._reason(self._seen, read)
             return SplitFound(EXAMPLES, False, why)
         mean = "the loss is a sum" if units == SUM else f"the loss is a mean over {named(units)}"
         return SplitFound(units, True, f"{mean}: tested on {self._examples} examples")
 
     def _confirmed(
-        self, candidates: list[str], values: _Values, seen: Sequence[str] = ()
+        self, candidates: list[str], values: Values, seen: Sequence[str] = ()
     ) -> list[str]:
         """Those by which the parts add up, also where the tensors they count are changed.
 
@@ -184,26 +131,54 @@ class ExampleRuns:
                 left = [c for c in left if other.split_by(c)]
         return left
 
-    def _also_repeated(self, candidates: list[str]) -> list[str]:
+    def _also_repeated(self, candidates: list[str], batch: Any = None) -> list[str]:
         """Those by which a batch that has one example several times adds up, too.
 
         Few examples have few labels of a kind: a loss that counts them shows only so.
         """
         try:
-            other = self._values(repeated(self._batch, self._examples)) if candidates else None
+            given = self._batch if batch is None else batch
+            other = self._values(repeated(given, self._examples)) if candidates else None
         except (Failed, IndexError, RuntimeError):  # not a batch that the model takes
             return candidates
         if other is None or not math.isfinite(other.whole):
             return candidates
         return [c for c in candidates if other.split_by(c)]
 
-    def _reason(self, seen: _Watched, labels: str | None) -> str:
+    def _told_apart(self, labels: str | None) -> list[Any]:
+        """A batch in which these labels and examples differ, if the model takes one."""
+        if labels is None or ends_the_process(self._batch, labels):
+            return []
+        other = changed(self._batch, labels)
+        try:
+            return [other] if math.isfinite(self._values(other).whole) else []
+        except Failed:
+            return []
+
+    @staticmethod
+    def _cut_as(values: Values, batch: Any) -> list[Any]:
+        """In two, as the last cut that ran."""
+        at = examples_of(values.cuts[-1][0][0]) or 0
+        return [cut(batch, 0, at), cut(batch, at, examples_of(batch) or 0)]
+
+    def _two_means(self, labels: str) -> bool:
+        """Whether it splits by examples where no label is ignored."""
+        try:
+            other = none_ignored(self._batch, labels)
+            values = self._values(other)
+            kept = values.split_by(EXAMPLES) and bool(self._also_repeated([EXAMPLES], other))
+            return kept and self._gradients_agree(self._cut_as(values, other), EXAMPLES, other)
+        except (Failed, IndexError, RuntimeError):  # not a batch that the model takes
+            return False
+
+    def _reason(self, seen: Watched, read: Sequence[str]) -> str:
         if seen.weighted:
             return "class weights in the loss: a mean over weights, not over labels"
-        if labels is not None:
+        if read and self._two_means(read[0]):
             return (
-                f"one term is a mean over {named(labels)}, another over examples, which agree "
-                "only while no label is ignored; if none ever is, say units='examples'"
+                f"one term is a mean over {named(read[0])}, another over examples, which agree "
+                "only while no label is ignored. If none ever is, say units='examples'; else make "
+                "both sums over counts of the whole batch that come with it"
             )
         return (
             "the loss is neither a mean nor a sum over its examples: it compares them with each "
@@ -212,7 +187,7 @@ class ExampleRuns:
 
     # -- values --------------------------------------------------------------------------------
 
-    def _values(self, batch: Any) -> _Values:
+    def _values(self, batch: Any) -> Values:
         whole, draws = self._whole(batch)
         assert self._seen is not None
         kind = max(self._seen.kinds & TOLERANCES.keys(), key=lambda k: TOLERANCES[k],
@@ -235,10 +210,10 @@ class ExampleRuns:
                 cuts.append((parts, each))
         if not cuts:
             raise failed or Failed("a batch of two examples at least")
-        return _Values(whole, cuts, TOLERANCES[kind])
+        return Values(whole, cuts, TOLERANCES[kind])
 
     def _whole(self, batch: Any) -> tuple[float, Any]:
-        seen = _Watched()
+        seen = Watched()
         try:
             value = float(self._run(batch, seen))
         except Failed as error:
@@ -336,7 +311,7 @@ class ExampleRuns:
                 module.eval()
         yield made, memo
 
-    def _gradients_agree(self, parts: list[Any], units: str | Units) -> bool:
+    def _gradients_agree(self, parts: list[Any], units: str | Units, batch: Any = None) -> bool:
         """Of as many parameters as are small."""
         chosen: list[torch.Tensor] = []
         elements = 0
@@ -347,8 +322,8 @@ class ExampleRuns:
             if chosen and elements > GRADIENT_ELEMENTS:
                 break
             chosen.append(p)
-        seen = _Watched()
-        whole = self._run(self._batch, seen, chosen)
+        seen = Watched()
+        whole = self._run(self._batch if batch is None else batch, seen, chosen)
         totals: list[Any] = [None] * len(chosen)
         start = 0
         for part, weight in zip(parts, weights(units, parts), strict=True):

@@ -24,8 +24,9 @@ from ...trace.untouched import Untouched, hooks_of
 from ..base import LossUnits, Setup
 from ..draws import observed_by
 from . import SplitFound
-from .examples import CUTS, ExampleRuns, Failed
-from .units import AUTO, EXAMPLES, Units
+from .examples import CUTS, ExampleRuns
+from .units import AUTO, EXAMPLES, Units, check_units
+from .values import Failed
 
 EXAMPLES_TRIED = 4
 WIDE_BYTES = 2**28
@@ -36,29 +37,38 @@ TOKEN_ELEMENTS = 2**8
 """One whole number stands for so many: it becomes a row of an embedding, and one of scores."""
 
 
-def find_units(model: nn.Module, batch: Any, loss: Loss, *, light: bool = False) -> SplitFound:
+def find_units(
+    model: nn.Module, batch: Any, loss: Loss, *, light: bool = False, told: LossUnits = AUTO
+) -> SplitFound:
     """By what a batch's parts must weigh, so that their losses add up to the batch's.
 
     A small model is copied to FP64, where what is left is not rounding. `light`: of a larger one no
     gradients are made, so that it needs less memory than a training step. The model, its streams
     and its gradients stay as they are. Normalizations use their running statistics: whether those
     may be of a part is another question.
+
+    Units that the user has `told` are tested alone, on the batch as it is; InputError where its
+    parts do not add up by them.
     """
+    check_units(told)
     assumed = "assumed: {}; the first training batch tests it"
     tensors = [*model.parameters(), *model.buffers(), *tensors_of(batch)]
     if any(is_fake(t) or t.is_meta for t in tensors):
-        return SplitFound(AUTO, None, assumed.format("no real values to test the loss on"))
+        return SplitFound(told, None, assumed.format("no real values to test the loss on"))
     try:
         examples = examples_of(batch)
     except InputError as error:
         return SplitFound(EXAMPLES, None, f"not cut: {error.message}")
     if examples is None or examples < 2:
-        return SplitFound(AUTO, None, assumed.format("a batch of one example has no parts"))
+        return SplitFound(told, None, assumed.format("a batch of one example has no parts"))
     untouched = Untouched(
         [loss, *hooks_of(model)], []
     )  # other networks that the loss trains or moves
     with warnings.catch_warnings(), rewound_streams(), untouched, observed_by(None):
         warnings.simplefilter("ignore")
+        if told != AUTO:
+            more = cut(batch, 0, _more_examples(model, batch, examples))
+            return _as_told(model, more, loss, told)
         found, reads = _tested(model, cut(batch, 0, EXAMPLES_TRIED), loss, light)
         if examples <= EXAMPLES_TRIED or found.splits is False:
             return found
@@ -75,6 +85,17 @@ def find_units(model: nn.Module, batch: Any, loss: Loss, *, light: bool = False)
         if known is not None and whole.splits is False:  # perhaps by others
             whole, _ = _tested(model, more, loss, light, whole=True)
         return whole if whole.splits is not None else found
+
+
+def _as_told(model: nn.Module, batch: Any, loss: Loss, told: LossUnits) -> SplitFound:
+    found, _ = _tested(model, batch, loss, True, told, whole=True)
+    if found.splits is False:
+        raise InputError(
+            f"units={told!r} is not what the loss is averaged over: parts of the batch that are "
+            "weighed by it do not add up",
+            hint="units='auto' finds them, or says why there are none",
+        )
+    return SplitFound(told, found.splits, found.why)
 
 
 def _more_examples(model: nn.Module, batch: Any, examples: int) -> int:
