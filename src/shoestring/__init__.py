@@ -53,6 +53,7 @@ if TYPE_CHECKING:
         Sparsity,
         Technique,
         TiledMLP,
+        WeightOffload,
         register,
     )
     from .techniques.claims import Level
@@ -102,6 +103,7 @@ __all__ = [
     "TrainingStopped",
     "UnknownOperationWarning",
     "VerificationError",
+    "WeightOffload",
     "__version__",
     "apply",
     "cards",
@@ -144,6 +146,7 @@ _PLACES = {
         "Sparsity",
         "Technique",
         "TiledMLP",
+        "WeightOffload",
         "register",
     ),
     "techniques.claims": ("Level",),

@@ -48,7 +48,8 @@ def parameter_bytes(trace: Trace, index_format: IndexFormat = "csr") -> ModelByt
         if parameter.density < 1.0:
             numel = nonzero_count(parameter.numel, parameter.density)
             index = sparse_bytes(parameter.shape, numel, bits, format=index_format).index_bytes
-        model += dense_bytes(numel, bits) + index
+        if not parameter.on_host:
+            model += dense_bytes(numel, bits) + index
         if parameter.has_gradient:
             gradient += dense_bytes(numel, bits)
         for elements in parameter.state_elements:

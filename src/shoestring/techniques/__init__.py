@@ -14,6 +14,7 @@ from .optimizer_state import OptimizerState
 from .precision import Precision
 from .registry import register, registered
 from .sparsity import Sparsity
+from .weight_offload import WeightOffload
 
 __all__ = [
     "ActivationBits",
@@ -29,6 +30,7 @@ __all__ = [
     "Sparsity",
     "Technique",
     "TiledMLP",
+    "WeightOffload",
     "register",
     "registered",
 ]

@@ -141,20 +141,19 @@ def in_memory(folder: str) -> bool:
     return kind in _IN_MEMORY
 
 
-def check_room(needed: int, folder: str | None) -> None:
+def check_room(needed: int, folder: str | None, what: str = "optimizer state") -> None:
     """InputError if the host cannot hold so much: the disk of a folder, or its memory for None."""
     if folder is not None:
         free, where = shutil.disk_usage(folder).free, f"the disk of {folder}"
-        hint = "give another folder: Offload(folder=…)"
+        hint = "give another folder: folder=…"
     else:
         known = free_for_pinned(needed)
         if known is None:
             return
-        free, where, hint = known, "the host's memory", "leave out offload"
+        free, where, hint = known, "the host's memory", "leave less of it on the host"
     if needed > free:
         raise InputError(
-            f"optimizer state of {format_size(needed)} has no room: {where} has "
-            f"{format_size(free)} left",
+            f"{what} of {format_size(needed)} has no room: {where} has {format_size(free)} left",
             hint=hint,
         )
 

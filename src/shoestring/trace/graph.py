@@ -132,6 +132,8 @@ class ParameterSpec:
     normalization: bool = False
     sparsifiable: bool = False
     density: float = 1.0
+    on_host: bool = False
+    """A technique keeps it there, and another of its size is on the device."""
 
     @property
     def numel(self) -> int:

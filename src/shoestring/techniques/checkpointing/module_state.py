@@ -26,8 +26,8 @@ from torch import nn
 from ...errors import InputError
 from ...torch_private.autograd import preserved_version
 from ...trace.attributes import CONTAINERS, Held, differ, held_by, put_back
+from ..function_writes import data_is_set, written
 from ..saving import storage_key
-from .writes import data_is_set, written
 
 _STATISTICS = nn.modules.batchnorm._NormBase
 

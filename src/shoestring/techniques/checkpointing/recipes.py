@@ -41,10 +41,10 @@ from torch.overrides import TorchFunctionMode
 from ...memory.nodes import WIDE
 from ...torch_private.autograd import DisableTorchFunction, active_saved_tensors_hooks
 from ...torch_private.trees import tree_leaves
+from ..function_writes import hidden_writes, may_write
 from ..saving import Saved, keeps_inputs, without_node
 from .functions import CHEAP, ELEMENTWISE, JOINTS, NODES, PRODUCTS, SAVES_OUTPUT, WIDENING
 from .regions import without_statistics
-from .writes import hidden_writes, may_write
 
 _unseen = DisableTorchFunction
 """Around questions about tensors: regions outside would look at each of them."""

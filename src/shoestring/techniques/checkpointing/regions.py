@@ -24,11 +24,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...torch_private.trees import tree_flatten, tree_map, tree_unflatten
 from ..draws import observer
+from ..function_writes import may_write
 from ..saving import keeps_inputs
 from .caches import refuse_caches
 from .compared import CHECK, compare, comparing, inside
 from .module_state import FirstPass, ModuleState
-from .writes import may_write
 
 
 def region(

@@ -27,6 +27,7 @@ import torch
 from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_
 
 from ...errors import InputError
+from ..apart import run_alone
 from ..base import Setup, total_norm
 from ..parameter_hooks import when_accumulated
 from ..splitting.weights import weighted_loss
@@ -192,13 +193,7 @@ class Release:
 
     def _alone(self, parameter: torch.Tensor) -> None:
         """The update, as if the optimizer held this parameter only."""
-        optimizer = self._optimizer
-        groups = optimizer.param_groups
-        optimizer.param_groups = [{**self._groups[parameter], "params": [parameter]}]
-        try:
-            self._update()
-        finally:
-            optimizer.param_groups = groups
+        run_alone(self._optimizer, (self._groups[parameter], [parameter]), self._update)
 
     def _folded(self, parameter: torch.Tensor) -> bool:
         """Add the gradient to the moments; the last part moves the parameter."""

@@ -26,6 +26,7 @@ from torch.optim import SGD, Optimizer
 
 from ...trace.fakes import is_fake
 from ...trace.passes import passes
+from ..apart import Chunk, hooks_once, run_alone, with_gradient
 from ..base import Setup
 from .state import OffloadedEntries, OffloadedState, Pair, aligned
 
@@ -35,9 +36,6 @@ _MOST = 0.75
 """Of all tensors, those whose state fits the smaller buffer."""
 _TIMES_LARGEST = 16
 """State of which a part leaves is at least so many times that of its largest tensor, if it can."""
-
-Chunk = tuple[dict[str, Any], list[torch.Tensor]]
-"""A parameter group, and some of its parameters."""
 
 
 class MappedUpdate:
@@ -50,7 +48,7 @@ class MappedUpdate:
     def __call__(self) -> None:
         """One update."""
         state = _state_of(self._optimizer)
-        work = list(_work(self._optimizer))
+        work = list(with_gradient(self._optimizer))
         if self._apart and any(not state.has(p) for _, p in work):
             with hooks_once(self._optimizer):
                 for group, parameter in passes(work):
@@ -76,7 +74,7 @@ class StreamedUpdate:
     def __call__(self) -> None:
         """Update all parameters that have a gradient now."""
         kept = _state_of(self._optimizer).kept
-        work = list(_work(self._optimizer))
+        work = list(with_gradient(self._optimizer))
         chunks = self._chunks([one for one in work if one[1] not in kept])
         here = [one for one in work if one[1] in kept]
         if not work:
@@ -375,41 +373,6 @@ def which_move(sizes: Sequence[int], share: float) -> frozenset[int]:
         chosen.update(alike[turn * len(alike) // count] for turn in range(count))
         wanted -= count * size
     return frozenset(chosen)
-
-
-def run_alone(optimizer: Optimizer, chunk: Chunk, update: Callable[[], None]) -> None:
-    """The update, as if the optimizer held these parameters only."""
-    groups, (group, parameters) = optimizer.param_groups, chunk
-    optimizer.param_groups = [{**group, "params": parameters}]
-    try:
-        update()
-    finally:
-        optimizer.param_groups = groups
-
-
-@contextmanager
-def hooks_once(optimizer: Optimizer) -> Iterator[None]:
-    """Hooks of the optimizer's step see all parameters, once, around the chunks."""
-    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-    before, after = (getattr(optimizer, name) for name in names)
-    for hook in list(before.values()):
-        hook(optimizer, (), {})
-    for name in names:
-        setattr(optimizer, name, type(before)())
-    try:
-        yield
-    finally:
-        for name, hooks in zip(names, (before, after), strict=True):
-            setattr(optimizer, name, hooks)
-    for hook in list(after.values()):
-        hook(optimizer, (), {})
-
-
-def _work(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.grad is not None:
-                yield group, parameter
 
 
 def _state_of(optimizer: Optimizer) -> OffloadedState:

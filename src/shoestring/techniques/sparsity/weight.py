@@ -16,6 +16,7 @@ from ...errors import InputError
 from ...torch_private.autograd import DisableTorchFunctionSubclass
 from ...torch_private.dispatch import make_wrapper_subclass
 from ...torch_private.trees import tree_map
+from ..metadata import LAYOUT, METADATA
 from .functions import Convolution, ConvolutionSettings, Dense, Embedding, Linear
 from .tensor import SparseTensor
 
@@ -45,7 +46,7 @@ class SparseWeight(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _METADATA:
+        if func in METADATA or func in LAYOUT:
             with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         route = _ROUTES.get(func)
@@ -270,15 +271,3 @@ _ROUTES: dict[Any, Callable[..., Any]] = {
         for d, f in enumerate((F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d))
     },
 }
-
-_METADATA = {
-    *(
-        getattr(_T, name).__get__
-        for name in "shape dtype device layout ndim requires_grad is_leaf is_cuda is_cpu "
-        "is_meta is_sparse is_quantized is_mkldnn is_nested _version".split()
-    ),
-    _T.size, _T.dim, _T.numel, _T.stride, _T.is_floating_point, _T.is_complex, _T.__len__,
-    _T.element_size, _T.nelement, _T.ndimension, _T.get_device, _T.is_contiguous,
-    _T.untyped_storage, _T.storage_offset,
-    torch.is_floating_point, torch.is_complex, torch.numel,
-}  # fmt: skip

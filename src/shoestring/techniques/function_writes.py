@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ...torch_private.dispatch import OpOverload, OpOverloadPacket
+from ..torch_private.dispatch import OpOverload, OpOverloadPacket
 
 _KEPT_VALUES = frozenset({"requires_grad_", "detach_", "retain_grad", "share_memory_", "rename_"})
 _READ = frozenset({"__invert__", "__index__", "__int__", "__iter__"})
