@@ -114,15 +114,16 @@ class Outside(OperationMode):
             return product
         if writes_masked(func, args):  # its shape function would count
             return args[0] if func._schema.is_mutable else run(_aten.clone.default, args[:1], {})
+        fake = any(issubclass(kind, FakeTensor) for kind in types)
         if is_question(func, args):
-            if FakeTensor not in types and func is not PACKS:
+            if not fake and func is not PACKS:
                 with without_modes():
                     return func(*args, **kwargs)
             answers = None if self._stepping else self._answers
             if answers is not None and (func, args) in answers:
                 return given(answers, func, args, self._fake_mode)
         written = func._schema.is_mutable
-        if FakeTensor in types or (not written and (not func.is_view or func in _LIFTS)):
+        if fake or (not written and (not func.is_view or func in _LIFTS)):
             return run(func, args, kwargs)
         tensors = tensor_leaves((args, kwargs))
         if not tensors:

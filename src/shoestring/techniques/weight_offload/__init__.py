@@ -202,6 +202,7 @@ class WeightOffload(Technique):
         run, update, optimizer = setup.run, setup.update, setup.optimizer
 
         def streamed(batch: Any) -> torch.Tensor:
+            store.clear()
             with SavingWindows(store):
                 return run(batch)
 
@@ -217,7 +218,7 @@ class WeightOffload(Technique):
                     weight = weight_on_host(parameter)
                     if weight is not None:
                         store.flush(but=[weight])
-                        with store.brought([weight], writes=True):
+                        with store.brought([weight], [weight]):
                             run_alone(optimizer, (group, [parameter]), update)
 
         setup.run = streamed
@@ -234,7 +235,7 @@ class WeightOffload(Technique):
             if isinstance(module, torch.jit.ScriptModule)
             for p in module.parameters()
         }
-        trained = {id(p) for _, p in _held(setup.optimizer)}
+        trained = {id(p) for _, p in _held(setup.optimizer) if p.requires_grad}
         apart = (
             type(setup.optimizer) in ELEMENTWISE
             and setup.wrapper is None

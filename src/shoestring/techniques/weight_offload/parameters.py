@@ -22,9 +22,10 @@ from ...torch_private.autograd import (
     DisableTorchFunctionSubclass,
     active_saved_tensors_hooks,
 )
+from ...torch_private.dispatch import OpOverload
 from ...torch_private.fake_tensors import FakeTensor
 from ...torch_private.trees import tensor_leaves
-from ..function_writes import may_write
+from ..function_writes import may_write, written
 from ..metadata import LAYOUT, METADATA
 from ..saving import Saved
 from .store import HostWeight, HostWeights
@@ -68,6 +69,16 @@ class OnHost(_OnHost, nn.Parameter):
 
 class FakeOnHost(_OnHost, FakeTensor):
     """A fake one."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """An operator comes from below autograd, where a real one would not come by here."""
+        if isinstance(func, OpOverload):
+            with DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 def hosts(parameter: torch.Tensor) -> bool:
@@ -123,8 +134,11 @@ def _called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     hooks: AbstractContextManager[Any] = nullcontext()
     if torch.is_grad_enabled() and active_saved_tensors_hooks() is None:
         hooks = SavingWindows(store)
-    writes = bool(may_write(func)) or "out" in kwargs
-    with hooks, store.brought(absent, writes=writes), DisableTorchFunctionSubclass():
+    writes: list[HostWeight] = []
+    if may_write(func) or "out" in kwargs:
+        changed = map(weight_on_host, written(func, args, kwargs))
+        writes = [weight for weight in changed if weight is not None]
+    with hooks, store.brought(absent, writes), DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
 

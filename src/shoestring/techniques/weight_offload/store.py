@@ -17,7 +17,7 @@ prediction on fake tensors, where nothing is ahead, has the same.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -138,8 +138,10 @@ class HostWeights:
     # -- writing back --------------------------------------------------------------------------
 
     @contextmanager
-    def brought(self, weights: Iterable[HostWeight], *, writes: bool = False) -> Iterator[None]:
-        """Within: the parameters have their numbers."""
+    def brought(
+        self, weights: Iterable[HostWeight], writes: Collection[HostWeight] = ()
+    ) -> Iterator[None]:
+        """Within: the parameters have their numbers; some of them are written."""
         entered: list[tuple[HostWeight, torch.Tensor, torch.Tensor]] = []
         try:
             for weight in dict.fromkeys(weights):
@@ -156,7 +158,7 @@ class HostWeights:
                 weight.present -= 1
                 if not weight.present:
                     _set_data(parameter, weight.bare)
-                if writes:
+                if weight in writes:
                     weight.store._written[weight] = here
 
     def flush(self, but: Iterable[HostWeight] = ()) -> None:
@@ -188,11 +190,16 @@ class HostWeights:
         if leaving is not None and leaving[1] is not None:
             torch.cuda.current_stream(leaving[0].device).wait_event(leaving[1])
 
-    def rest(self) -> None:
-        """Between steps nothing is under way to the host that the device still holds."""
+    def clear(self) -> None:
+        """Nothing is on the device that no one else holds."""
         self.flush()
         self._make_room()
-        self._last, self._before = None, (None, None)
+        self._last = None
+
+    def rest(self) -> None:
+        """After a step: the next one begins with the first weight again."""
+        self.clear()
+        self._before = None, None
         self._look_ahead()
 
     def settle(self, weight: HostWeight) -> torch.Tensor:
