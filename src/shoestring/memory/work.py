@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -85,10 +85,23 @@ def work_of_passes(trace: Trace) -> Work:
 
 def link_bytes(trace: Trace) -> int:
     """Bytes the forward pass copies to the host, where a storage takes none on the device."""
-    found = 0
-    for op in trace.forward_ops:
-        if op.name.startswith("aten.copy_") and op.inputs:
-            spec = op.inputs[0][1]
-            if not trace.storages[trace.values[spec.value].storage].nbytes:
-                found += spec.numel * spec.dtype.itemsize
-    return found
+    return sum(to for op, to, _ in _over_link(trace) if op.phase is Phase.FORWARD)
+
+
+def brought_bytes(trace: Trace) -> int:
+    """Bytes the forward pass copies from the host: weights, which backward reads once more."""
+    return sum(back for op, _, back in _over_link(trace) if op.phase is Phase.FORWARD)
+
+
+def _over_link(trace: Trace) -> Iterator[tuple[Op, int, int]]:
+    """Copies to the host and from there, with the bytes each way."""
+    for op in trace.ops:
+        if op.name.startswith("aten.copy_") and len(op.inputs) > 1:
+            written, read = (spec for _, spec in op.inputs[:2])
+            there, here = (
+                not trace.storages[trace.values[spec.value].storage].nbytes
+                for spec in (written, read)
+            )
+            if there or here:
+                nbytes = written.numel * written.dtype.itemsize
+                yield op, nbytes * there, nbytes * (here and not there)

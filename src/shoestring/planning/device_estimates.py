@@ -20,7 +20,7 @@ from ..memory.picture import repeated, thinned
 from ..memory.prediction import Prediction
 from ..memory.reserved import reserved
 from ..memory.timeline import resident_bytes
-from ..memory.work import Work, link_bytes, work_of_passes
+from ..memory.work import Work, brought_bytes, link_bytes, work_of_passes
 from ..techniques import registered
 from ..techniques.base import Technique
 from ..techniques.offers import Conditions, Context, Scheduled, Scheduler, Update
@@ -208,7 +208,8 @@ class DeviceEstimates:
 
         Copies to the host overlap the forward pass, at least a quarter of the passes; those that
         come back overlap the backward pass, two thirds of them. State overlaps the update; where
-        updates run in it, the backward pass of the last part.
+        updates run in it, the backward pass of the last part. Weights overlap what is left of the
+        passes: each is brought in both.
         """
         now, by = self.update(setting), setting.scales
         again = (by.parts - 1) * (2 * now.model_bytes + 3 * now.gradient_bytes)
@@ -229,13 +230,19 @@ class DeviceEstimates:
         if self.context.device != "cpu":
             link /= _BOTH_WAYS
         saved = passes.link / self._costs.link_bytes_per_second  # each way
+        brought = self._brought_bytes(setting) / self._costs.link_bytes_per_second
         if self.context.device == "cpu":  # a disk is read and written by who computes
             return step, update, link + 2 * saved, 0.0
         once = step / 2 if self._by_norm and inside and by.parts == 1 else step
         back = min(saved, once * 2 / 3)
         under = update + ((once * 2 / 3 - back) / by.parts if inside else 0)
         hidden = min(link, under) + min(saved, once / 4) + back
-        return step, update, link + 2 * saved, hidden
+        left = max(step - back - (min(link, under) if inside else 0), 0)
+        return step, update, link + 2 * saved + brought, hidden + min(brought, left)
+
+    def _brought_bytes(self, setting: Setting) -> int:
+        """Of weights, from the host."""
+        return 2 * self._passes(setting).brought_bytes * setting.scales.parts
 
     @staticmethod
     def _saved_link(setting: Setting, work: Work) -> int:
@@ -416,7 +423,8 @@ class DeviceEstimates:
         return Prediction(
             peak, "device", device, step + update + link - hidden, int(work.flops),
             self._costs.source, above, taken, captured, graph,
-            self.update(setting).link_bytes + self._saved_link(setting, work), link, hidden,
+            self.update(setting).link_bytes + self._saved_link(setting, work)
+            + self._brought_bytes(setting), link, hidden,
             curve=self._curve(totals + state, setting),
         )  # fmt: skip
 
@@ -461,6 +469,7 @@ class _Passes:
         self._trace = context.trace
         self.work: Work = work_of_passes(context.trace)
         self.fixed_bytes: int = resident_bytes(device_timeline(context.trace))
+        self.brought_bytes: int = brought_bytes(context.trace)
 
     def unscheduled(self, at: Conditions) -> list[Scheduled]:
         """The passes as they are, scaled."""

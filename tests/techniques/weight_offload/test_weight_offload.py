@@ -364,12 +364,11 @@ def test_a_weight_that_changes_between_the_passes_is_an_error(streamed: None) ->
 
 
 def test_between_calls_nothing_is_on_the_device(streamed: None) -> None:
-    step, model = away()
+    _, model = away()
     held = [p.untyped_storage().nbytes() for p in model.parameters()]
     assert max(held) == 4
     weight = weight_on_host(model[0].weight)
     assert weight is not None and (weight.here is None or weight.here() is None)
-    assert step.why_not_captured or True
 
 
 def test_what_fails_later_takes_it_back(way: str) -> None:
@@ -460,7 +459,7 @@ def test_refused_before_anything_changes(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.undo()
     full = type(host.shutil.disk_usage("/"))(1, 1, 100)
     monkeypatch.setattr(host.shutil, "disk_usage", lambda folder: full)
-    with pytest.raises(InputError, match="weights of .* has no room"):
+    with pytest.raises(InputError, match=r"weights of .* has no room"):
         ss.apply([ON_HOST], model, optimizer, loss=loss)
     monkeypatch.undo()
     model[0].compile(backend="eager")
