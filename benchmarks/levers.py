@@ -51,6 +51,11 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
         "tie_word_embeddings": False, "batch": (1, 16384),
     },
+    "8b adapter": {
+        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
+        "tie_word_embeddings": False, "batch": (1, 2048),
+    },
     "tiny adapter long": {
         "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 6,
         "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 4000,
@@ -72,6 +77,7 @@ LONG_PLANS: dict[str, tuple[ss.Technique, ...]] = {
     "recomputed in pairs": (ss.Checkpointing("residual-2"), ss.ChunkedLoss()),
     "+ inputs on the host": (*LONG, ss.ActivationOffload()),
     "all saved on the host": (ss.ChunkedLoss(), ss.ActivationOffload("all")),
+    "+ weights on the host": (*LONG, ss.WeightOffload()),
     "+ 4-bit inputs": (*LONG, ss.ActivationBits(4)),
     "+ 4-bit inputs on the host": (*LONG, ss.ActivationBits(4), ss.ActivationOffload()),
 }
@@ -90,6 +96,7 @@ PLANS: dict[str, tuple[ss.Technique, ...]] = {
     "+ on the host, released": (ss.Checkpointing("residual-1"), ss.Offload(), ss.GradientRelease()),
     "all, on the host": (*ALL, ss.OptimizerState(8), ss.Offload()),
     "all, 4-bit, on the host": (*ALL, ss.OptimizerState(4), ss.Offload()),
+    "all, weights on the host": (*ALL, ss.OptimizerState(8), ss.Offload(), ss.WeightOffload()),
     "8-bit activations": (ss.ActivationBits(8),),
     "4-bit activations": (ss.ActivationBits(4),),
     "+ 4-bit activations": (ss.Checkpointing("residual-1"), ss.ActivationBits(4)),

@@ -127,7 +127,7 @@ def test_the_predicted_peak_is_measured(way: str, beside: str) -> None:
     step(data())
     assert predicted == pytest.approx(step.measure(data()).peak_bytes, rel=0.01)
     weights = sum(p.nbytes for p in network().parameters())
-    assert predicted < without - 0.5 * weights
+    assert predicted < without - 0.4 * weights
 
 
 # -- models that read their weights in other ways ------------------------------------------------

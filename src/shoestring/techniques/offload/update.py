@@ -121,6 +121,9 @@ class StreamedUpdate:
 
     def _run(self, chunk: Chunk, following: Chunk | None) -> None:
         state, key = _state_of(self._optimizer), id(chunk[1][0])
+        if all(state.has(p) and not state.entries(p).moved_bytes for p in chunk[1]):
+            self._run_here([(chunk[0], p) for p in chunk[1]])  # what follows it is copied already
+            return
         state.pending = None  # the streams wait for one another; nothing is read here
         if self._last is not None:
             self._after[self._last] = chunk
@@ -186,9 +189,9 @@ class Link:
 
     def __init__(self, like: torch.Tensor, sizes: tuple[int, ...]) -> None:
         self.sizes = sizes
-        self._buffers = [
-            torch.empty(nbytes, dtype=torch.uint8, device=like.device) for nbytes in sizes
-        ]
+        # One piece, so that a trace knows of both where a step needs one only.
+        both = torch.empty(sum(sizes), dtype=torch.uint8, device=like.device)
+        self._buffers = list(both.split(sizes)) if sizes else []
         self._real = like.is_cuda and not is_fake(like)
         if self._real:
             self._in, self._out = (torch.cuda.Stream(like.device) for _ in range(2))
@@ -321,7 +324,8 @@ class Passage:
             each = there.element_size()
             if there.dtype not in typed:
                 typed[there.dtype] = buffer.view(there.dtype)
-            here = typed[there.dtype].as_strided(there.shape, there.stride(), start // each)
+            first = typed[there.dtype].storage_offset() + start // each
+            here = typed[there.dtype].as_strided(there.shape, there.stride(), first)
             self.pairs[name] = here, there
             start += aligned(there.numel() * each)
         self._there = [id(there) for _, there in self.pairs.values()]

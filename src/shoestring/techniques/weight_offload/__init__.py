@@ -199,12 +199,17 @@ class WeightOffload(Technique):
         self._stream(setup, store)
 
     def _stream(self, setup: Setup, store: HostWeights) -> None:
-        run, update, optimizer = setup.run, setup.update, setup.optimizer
+        run, passes_back = setup.run, setup.backward
+        update, optimizer = setup.update, setup.optimizer
 
         def streamed(batch: Any) -> torch.Tensor:
             store.clear()
             with SavingWindows(store):
                 return run(batch)
+
+        def backward(value: torch.Tensor) -> None:
+            passes_back(value)
+            store.clear()
 
         def apart() -> None:
             work = list(with_gradient(optimizer))
@@ -220,8 +225,9 @@ class WeightOffload(Technique):
                         store.flush(but=[weight])
                         with store.brought([weight], [weight]):
                             run_alone(optimizer, (group, [parameter]), update)
+            store.clear()
 
-        setup.run = streamed
+        setup.run, setup.backward = streamed, backward
         if any(weight_on_host(p) is not None for _, p in _held(optimizer)):
             setup.update = apart
         setup.not_captured = setup.not_captured or "weights are copied from the host"

@@ -10,8 +10,8 @@ function's own arguments, a view of it that was saved, or the store, which keeps
 
 The order is that of the step before: which weight follows two others. What is copied ahead waits
 in two buffers of a fixed size, and is copied from there when it is its turn. So the bytes on the
-device at any operation do not depend on what was copied ahead, nor on the link's speed; a
-prediction on fake tensors, where nothing is ahead, has the same.
+device at any operation do not depend on what was copied ahead, nor on the link's speed, and a
+prediction on fake tensors has the same.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import torch
 from ...torch_private.autograd import DisableTorchFunction
 from ...trace.fakes import is_fake
 
+_ALIGN = 512
 _SHARE = 0.75
 """Of all bytes of weights, those in tensors that fit a buffer."""
 
@@ -216,10 +217,10 @@ class Stage:
     SLOTS = 2
 
     def __init__(self, like: HostWeight, nbytes: int) -> None:
-        self._nbytes, self._device = nbytes, like.device
-        self._buffers = [
-            torch.empty(nbytes, dtype=torch.uint8, device=like.device) for _ in range(self.SLOTS)
-        ]
+        self._nbytes, self._device = -(-nbytes // _ALIGN) * _ALIGN, like.device
+        # One piece, so that a trace that copies nothing ahead knows of all.
+        whole = torch.empty(self.SLOTS * self._nbytes, dtype=torch.uint8, device=like.device)
+        self._buffers = list(whole.chunk(self.SLOTS))
         self._streams = _streams(self._buffers[0])
         if self._streams:
             self._in = torch.cuda.Stream(like.device)
@@ -247,6 +248,9 @@ class Stage:
 
     def give(self, weight: HostWeight, made: torch.Tensor) -> bool:
         """Fill the copy from a buffer; False where it is in none."""
+        if not self._streams and weight.nbytes <= self._nbytes:  # as if it had been copied ahead
+            made.copy_(self._view(weight, 0).copy_(weight.there))
+            return True
         slot, filled = self._filled.pop(weight, (None, None))
         if slot is None:
             self._drop_oldest()
@@ -271,8 +275,9 @@ class Stage:
     def _view(self, weight: HostWeight, slot: int) -> torch.Tensor:
         key = weight, slot
         if key not in self._views:
-            typed = self._buffers[slot].view(weight.there.dtype)
-            self._views[key] = typed.as_strided(weight.there.shape, weight.there.stride(), 0)
+            typed, there = self._buffers[slot].view(weight.there.dtype), weight.there
+            start = typed.storage_offset()
+            self._views[key] = typed.as_strided(there.shape, there.stride(), start)
         return self._views[key]
 
 
