@@ -37,6 +37,7 @@ NEW: dict[str, Technique] = {
     "4-bit state": ss.OptimizerState(4, smallest=1),
     "released": ss.GradientRelease(),
     "on the host": ss.Offload(smallest=1),
+    "weights on the host": ss.WeightOffload(smallest=1),
     "4-bit activations": ss.ActivationBits(4, smallest=1),
     "activations on the host": ss.ActivationOffload("all", smallest=1),
     "inputs on the host": ss.ActivationOffload(smallest=1),
@@ -55,6 +56,7 @@ REFUSED: dict[frozenset[str], str] = {
     frozenset({"density 0.3", "8-bit state"}): "sparsity moves",
     frozenset({"density 0.3", "4-bit state"}): "sparsity moves",
     frozenset({"density 0.3", "on the host"}): "sparsity moves",
+    frozenset({"density 0.3", "weights on the host"}): "sparsity moves",
     frozenset({"fp16", "released"}): "before precision knows",
     frozenset({"compensated", "released"}): "compensated accumulation",
 }
@@ -66,7 +68,7 @@ def cases() -> Iterator[Any]:
     """Every one alone on every model; every pair on a model with blocks and one without."""
     for name, (alone, optimizer) in itertools.product(SMALL, itertools.product(NEW, OPTIMIZERS)):
         slow = [pytest.mark.slow] * (name in ("transformer", "residual"))
-        yield pytest.param(name, (alone,), optimizer, marks=slow)
+        yield case(name, (alone,), optimizer, slow)
     everything = {**NEW, **OTHERS}
     for one, other in itertools.combinations(everything, 2):
         kinds = {type(everything[one]), type(everything[other])}
@@ -74,7 +76,13 @@ def cases() -> Iterator[Any]:
             for name, optimizer in (("tied", "adamw"), ("mlp", "sgd"), ("cnn", "adamw")):
                 if SMALL[name].has_blocks or not {one, other} & {"residual-1*"}:
                     slow = [pytest.mark.slow] * (name == "tied" or name == "cnn")
-                    yield pytest.param(name, (one, other), optimizer, marks=slow)
+                    yield case(name, (one, other), optimizer, slow)
+
+
+def case(name: str, settings: tuple[str, ...], optimizer: str, marks: list[Any]) -> Any:
+    """With a name that does not change when others are added."""
+    named = f"{name}-{'+'.join(settings)}-{optimizer}".replace(" ", "_")
+    return pytest.param(name, settings, optimizer, marks=marks, id=named)
 
 
 @pytest.mark.parametrize(("name", "settings", "optimizer"), list(cases()))

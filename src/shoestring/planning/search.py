@@ -132,16 +132,17 @@ def search(
     """The least lossy setting that fits, with the best schedule that was found for it.
 
     If a lossless one takes more than `near_seconds`, it gives way to a near one that takes `FASTER`
-    of its time, or less.
+    of its time, or less; one with an offer that comes last gives way to any.
     """
     groups = [(rank[0], list(alike)) for rank, alike in groupby(settings, key=lambda s: s.rank(at))]
     if near_seconds < math.inf:
-        lossless = [s for level, alike in groups for s in alike if level <= Level.ROUNDING]
+        lossless = [s for s in settings if s.rank(at)[0] <= Level.ROUNDING and not s.last]
         seconds = _estimated(estimates, lossless, limit_bytes)
-        if seconds is not None and seconds > near_seconds:
+        if seconds is None or seconds > near_seconds:
+            below = math.inf if seconds is None else FASTER * seconds
             for level, alike in groups:
                 if level is Level.NEAR:
-                    near = _fastest(estimates, alike, limit_bytes, FASTER * seconds)
+                    near = _fastest(estimates, alike, limit_bytes, below)
                     if near is not None:
                         return replace(near, lossless_seconds=seconds)
     for _, alike in groups:

@@ -38,8 +38,12 @@ class Setting:
     def rank(self, at: Circumstances) -> tuple[Level, bool, float]:
         """Less is closer to plain training; all that is lossless ranks alike, last ones last."""
         lossiness = sum(offer.lossiness for offer in self.offers)
-        last = any(offer.last for offer in self.offers)
-        return max(self.level(at), Level.ROUNDING), last, lossiness
+        return max(self.level(at), Level.ROUNDING), self.last, lossiness
+
+    @cached_property
+    def last(self) -> bool:
+        """With an offer for where nothing as lossless fits."""
+        return any(offer.last for offer in self.offers)
 
     def plan(self, scheduled: Technique | None = None) -> Plan:
         """The plan with this setting, and a schedule."""
