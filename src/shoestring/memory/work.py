@@ -89,7 +89,7 @@ def link_bytes(trace: Trace) -> int:
 
 
 def brought_bytes(trace: Trace) -> int:
-    """Bytes the forward pass copies from the host: weights, which backward reads once more."""
+    """Bytes the forward pass copies from the host: weights, which backward reads, too."""
     return sum(back for op, _, back in _over_link(trace) if op.phase is Phase.FORWARD)
 
 

@@ -21,7 +21,7 @@ from ..host import check_folder, check_room, folder_for, offloaded, pinned_size
 from ..offers import Context, Offer, Update, Updates
 from ..optimizers import ELEMENTWISE
 from ..registry import register
-from .parameters import SavingWindows, hosts, put_on_host, weight_on_host
+from .parameters import SavingWeights, hosts, put_on_host, weight_on_host
 from .store import HostWeight, HostWeights
 
 __all__ = ["WeightOffload"]
@@ -48,7 +48,8 @@ class WeightOffload(Technique):
         folder: Of the mapped files; by default the folder of temporary files if it is on a disk.
 
     Examples:
-        >>> step = ss.apply([ss.WeightOffload()], model, optimizer, loss=loss)
+        >>> plan = [ss.WeightOffload(smallest=4096)]
+        >>> step = ss.apply(plan, model, optimizer, loss=loss)
     """
 
     name: ClassVar[str] = "weight_offload"
@@ -204,7 +205,7 @@ class WeightOffload(Technique):
 
         def streamed(batch: Any) -> torch.Tensor:
             store.clear()
-            with SavingWindows(store):
+            with SavingWeights(store):
                 return run(batch)
 
         def backward(value: torch.Tensor) -> None:

@@ -2,8 +2,9 @@
 
 A parameter gets a subclass of its class. Every function of PyTorch that is called with it comes
 here first: the numbers are brought to the device, the function runs, and they go. What autograd
-saves of them is a window: when backward reads it, they are brought again. Functions that write
-leave a copy that differs from the host's, which is copied there before another weight is brought.
+saves of them is a `SavedWeight`: when backward reads it, they are brought again. Functions that
+write leave a copy that differs from the host's, which is copied there before another weight is
+brought.
 
 A function that gets at the memory past PyTorch's functions would read NaN.
 """
@@ -35,7 +36,7 @@ _HELD = "_on_host"
 
 
 class _OnHost:
-    """What parameters on the host do otherwise than others."""
+    """How a parameter on the host answers functions of PyTorch."""
 
     @classmethod
     def __torch_function__(
@@ -133,7 +134,7 @@ def _called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         store.flush(but=weights)
     hooks: AbstractContextManager[Any] = nullcontext()
     if torch.is_grad_enabled() and active_saved_tensors_hooks() is None:
-        hooks = SavingWindows(store)
+        hooks = SavingWeights(store)
     writes: list[HostWeight] = []
     if may_write(func) or "out" in kwargs:
         changed = map(weight_on_host, written(func, args, kwargs))
@@ -154,7 +155,7 @@ _ASKS = METADATA | {
 }  # fmt: skip
 
 
-class Window:
+class SavedWeight:
     """A weight as it was saved for backward: which part of it, and not its numbers."""
 
     __slots__ = ("_offset", "_shape", "_stride", "_version", "_weight")
@@ -183,14 +184,14 @@ def _version(weight: HostWeight) -> int:
     return -1 if parameter is None else parameter._version
 
 
-class SavingWindows(AbstractContextManager["SavingWindows"]):
-    """Within: of weights autograd saves windows, of all else what the hooks outside make."""
+class SavingWeights(AbstractContextManager["SavingWeights"]):
+    """Within: autograd saves weights as `SavedWeight`s, all else as what the hooks outside make."""
 
     def __init__(self, store: HostWeights) -> None:
         self._store = store
         self._outer: Any = None
 
-    def __enter__(self) -> SavingWindows:
+    def __enter__(self) -> SavingWeights:
         self._outer = active_saved_tensors_hooks()
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
         self._hooks.__enter__()
@@ -201,14 +202,14 @@ class SavingWindows(AbstractContextManager["SavingWindows"]):
         del self._hooks  # no cycle may hold what was saved
         self._outer = None
 
-    def _pack(self, tensor: torch.Tensor) -> Window | Saved:
+    def _pack(self, tensor: torch.Tensor) -> SavedWeight | Saved:
         with DisableTorchFunction(), torch.no_grad():
             weight = weight_on_host(tensor)
             if weight is None and type(tensor) in (torch.Tensor, FakeTensor):
                 strided = tensor.layout is torch.strided
                 weight = self._store.weight_of(tensor) if strided else None
-            return Saved(tensor, self._outer) if weight is None else Window(weight, tensor)
+            return Saved(tensor, self._outer) if weight is None else SavedWeight(weight, tensor)
 
 
-def _unpack(packed: Window | Saved) -> torch.Tensor:
+def _unpack(packed: SavedWeight | Saved) -> torch.Tensor:
     return packed.value()

@@ -67,7 +67,7 @@ class HostWeights:
         self._before: tuple[HostWeight | None, HostWeight | None] = None, None
         self._after: dict[tuple[HostWeight | None, HostWeight | None], HostWeight] = {}
         """Two weights that were brought one after the other → the next."""
-        self._stage: Stage | None = None
+        self._ahead: AheadBuffers | None = None
         self._out: Any = None
         self.saving = False
         """A state dict is made: the host's copies go into it."""
@@ -75,13 +75,13 @@ class HostWeights:
     def open(self, weights: Sequence[HostWeight]) -> None:
         """Buffers for these; the order in which a step brings them is not known yet."""
         if weights:
-            self._stage = Stage(weights[0], _stage_bytes([w.nbytes for w in weights]))
+            self._ahead = AheadBuffers(weights[0], _buffer_bytes([w.nbytes for w in weights]))
 
     def close(self) -> None:
         """Everything is on the host, and nothing on the device."""
         self._after.clear()
         self.rest()
-        self._stage = None
+        self._ahead = None
 
     # -- bringing ------------------------------------------------------------------------------
 
@@ -104,7 +104,7 @@ class HostWeights:
             made = torch.empty_strided(
                 there.shape, there.stride(), dtype=there.dtype, device=weight.device
             )
-            if self._stage is None or not self._stage.give(weight, made):
+            if self._ahead is None or not self._ahead.give(weight, made):
                 if weight.left is not None:
                     torch.cuda.current_stream(weight.device).wait_event(weight.left)
                 made.copy_(there, non_blocking=True)
@@ -119,15 +119,15 @@ class HostWeights:
         return made
 
     def _look_ahead(self) -> None:
-        if self._stage is None:
+        if self._ahead is None:
             return
         before = self._before
-        for _ in range(Stage.SLOTS):
+        for _ in range(AheadBuffers.SLOTS):
             following = self._after.get(before)
             if following is None:
                 return
             if following.here is None or following.here() is None:
-                self._stage.fill(following)
+                self._ahead.fill(following)
             before = before[1], following
 
     def weight_of(self, tensor: torch.Tensor) -> HostWeight | None:
@@ -181,8 +181,8 @@ class HostWeights:
                     weight.left = self._out.record_event()
             else:
                 weight.there.copy_(here)
-        if self._stage is not None:
-            self._stage.forget(weight)
+        if self._ahead is not None:
+            self._ahead.forget(weight)
         self._leaving = here, weight.left
 
     def _make_room(self) -> None:
@@ -211,7 +211,7 @@ class HostWeights:
         return weight.there
 
 
-class Stage:
+class AheadBuffers:
     """Two buffers on the device into which weights are copied ahead."""
 
     SLOTS = 2
@@ -226,7 +226,7 @@ class Stage:
             self._in = torch.cuda.Stream(like.device)
             self._in.wait_stream(torch.cuda.current_stream(like.device))
         self._filled: dict[HostWeight, tuple[int, Any]] = {}
-        """What is in a buffer, and when it is there."""
+        """The weight in a buffer: which buffer, and when it is there."""
         self._emptied: list[Any] = [None] * self.SLOTS
         self._views: dict[tuple[HostWeight, int], torch.Tensor] = {}
 
@@ -256,7 +256,8 @@ class Stage:
             self._drop_oldest()
             return False
         now = torch.cuda.current_stream(self._device)
-        now.wait_event(filled)
+        if filled is not None:
+            now.wait_event(filled)
         made.copy_(self._view(weight, slot))
         self._emptied[slot] = now.record_event()
         return True
@@ -267,7 +268,7 @@ class Stage:
             self.forget(next(iter(self._filled)))
 
     def forget(self, weight: HostWeight) -> None:
-        """What was copied ahead is not what the host has any more, or is not needed."""
+        """Drop a copy that differs from the host's by now, or is not needed."""
         slot, filled = self._filled.pop(weight, (None, None))
         if slot is not None:
             self._emptied[slot] = filled
@@ -281,7 +282,7 @@ class Stage:
         return self._views[key]
 
 
-def _stage_bytes(sizes: Iterable[int]) -> int:
+def _buffer_bytes(sizes: Iterable[int]) -> int:
     """Of a buffer: weights of no more bytes are most of all."""
     ordered, seen = sorted(sizes), 0
     for nbytes in ordered:
