@@ -39,6 +39,7 @@ from ...torch_private.fake_tensors import FakeTensor
 from ...torch_private.kernels import foreach_mul_
 from ...trace.cuda import is_dense, on_cuda
 from ...trace.fakes import is_fake, readable
+from ...trace.passes import standing_for
 from ..optimizers import ELEMENTWISE
 from .blocks import Piece, Rows, UpdateBlock, block_elements, blocks, cut, gather
 from .convert import cast
@@ -100,7 +101,8 @@ class NarrowUpdate:
             for group, parameter in unknown:
                 self._first(group, parameter, skip, inverse)
             for block in self._blocks(begun):
-                self._update(block, skip, inverse)
+                with standing_for(block.times):
+                    self._update(block, skip, inverse)
         if scale is not None:
             scale.adjust()
         optimizer._opt_called = True  # type: ignore[attr-defined] # asked by LR schedulers
@@ -203,16 +205,16 @@ class NarrowUpdate:
         return cut(parameter, self.elements) if self._elementwise else [...]
 
     def _blocks(self, work: Gradients) -> list[UpdateBlock]:
-        listed = []
-        for group, parameter in work:
-            state = self._optimizer.state[parameter]
-            keys = tuple(
-                key
-                for key, value in state.items()
-                if is_moment(key, value) and value.shape == parameter.shape and SUFFIX not in key
-            )
-            listed.append((group, keys, parameter, self._rows(parameter)))
+        listed = [(group, self._keys(p), p, self._rows(p)) for group, p in work]
         return list(blocks(listed, self.elements if self._elementwise else 0))
+
+    def _keys(self, parameter: torch.Tensor) -> tuple[str, ...]:
+        """The moments that are kept for each element."""
+        return tuple(
+            key
+            for key, value in self._optimizer.state[parameter].items()
+            if is_moment(key, value) and value.shape == parameter.shape and SUFFIX not in key
+        )
 
     def _can_fuse(self, work: Gradients) -> bool:
         return (
@@ -244,13 +246,12 @@ class NarrowUpdate:
         )
 
     def _run_kernels(self, work: Gradients) -> None:
-        states, blocks = self._optimizer.state, self._blocks(work)
-        if any(is_fake(parameter) for _, parameter in work):
-            for block in blocks:  # read and written where they are
-                for piece in block.pieces:
-                    moments = [states[piece.parameter][key][piece.rows] for key in block.keys]
-                    foreach_mul_([piece.narrow, *moments], 1)
+        states = self._optimizer.state
+        if any(is_fake(parameter) for _, parameter in work):  # read and written where they are
+            moments = [states[p][key] for _, p in work for key in self._keys(p)]
+            foreach_mul_([*(p.detach() for _, p in work), *moments], 1)
             return
+        blocks = self._blocks(work)
         from . import fused  # needs Triton
 
         update = fused.sgd if isinstance(self._optimizer, SGD) else fused.adam
