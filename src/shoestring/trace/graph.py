@@ -26,7 +26,12 @@ class Phase(StrEnum):
 
 
 class Role(StrEnum):
-    """The role of a storage's bytes, in the report's words (Section 2.1)."""
+    """The role of a storage's bytes, in the report's words (Section 2.1).
+
+    Examples:
+        >>> profile = ss.profile(model, batch, loss=loss, optimizer=optimizer)
+        >>> profile.bytes_by_role[ss.Role.GRADIENT]
+    """
 
     MODEL = "model"
     BUFFER = "buffer"

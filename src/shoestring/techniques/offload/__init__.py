@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -55,7 +55,7 @@ class Offload(Technique):
     updates_apart: ClassVar[bool] = True
     runs_eagerly: ClassVar[bool] = True
 
-    what: str = "state"
+    what: Literal["state"] = "state"
     smallest: int = 4096
     folder: str | None = None
     share: float = 1.0
