@@ -18,8 +18,9 @@ from ..host import check_folder, check_room, folder_for, pinned_size
 from ..offers import Context, Offer, Update, Updates
 from ..optimizers import ELEMENTWISE, whole_elements
 from ..registry import register
+from .link import buffer_sizes, which_move
 from .state import OffloadedState, keep_on_host
-from .update import MappedUpdate, StreamedUpdate, buffer_sizes, which_move
+from .update import MappedUpdate, StreamedUpdate
 
 __all__ = ["Offload"]
 
