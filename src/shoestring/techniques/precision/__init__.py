@@ -179,7 +179,7 @@ class Precision(Technique):
             )
         rounding = self.rounding or ("nearest" if target is torch.float16 else "stochastic")
         update = NarrowUpdate(setup.optimizer, scale, noise, stochastic=rounding == "stochastic")
-        setup.undo.append(update.convert_state())
+        setup.undo.append(update.state.convert())
         setup.update = update
         setup.state[self.name] = PrecisionState(scale, noise)
         setup.loss_scale, setup.update_on_device = scale, True

@@ -27,7 +27,6 @@ One update, from the three ways the one that can:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -42,7 +41,7 @@ from ...trace.fakes import is_fake, readable
 from ...trace.passes import standing_for
 from ..optimizers import ELEMENTWISE
 from .blocks import Piece, Rows, UpdateBlock, block_elements, blocks, cut, gather
-from .convert import cast
+from .loading import StoredState
 from .moments import SUFFIX, MomentStorage, is_moment, write
 from .reference_copy import fused_sgd, reference_copy, single
 from .scaling import LossScale
@@ -73,6 +72,7 @@ class NarrowUpdate:
         """Of a block; the same where ranks split what the optimizer holds."""
         self._elementwise = type(optimizer) in ELEMENTWISE
         self._reference = reference_copy(optimizer)
+        self.state = StoredState(optimizer, self._storage, self._rows)
 
     @torch.no_grad()
     def __call__(self) -> None:
@@ -146,7 +146,7 @@ class NarrowUpdate:
             return
         block = UpdateBlock(group, (), [Piece(parameter, ..., 0, True)])
         (made,) = self._computed(block, [{}], skip, inverse, zero=True)
-        self._optimizer.state[parameter] = self._stored(parameter, made)
+        self._optimizer.state[parameter] = self.state.stored(parameter, made)
 
     def _update(
         self, block: UpdateBlock, skip: torch.Tensor | None, inverse: torch.Tensor | None
@@ -256,75 +256,6 @@ class NarrowUpdate:
 
         update = fused.sgd if isinstance(self._optimizer, SGD) else fused.adam
         update(states, blocks, self._drawing, self._scale, stochastic=self._noise is not None)
-
-    def convert_state(self) -> Callable[[], None]:
-        """Store what state there is; state loaded later from an FP32 run too. Returns the undo."""
-        optimizer = self._optimizer
-        original = dict(optimizer.state)
-        for parameter, state in original.items():
-            optimizer.state[parameter] = self._stored(parameter, state)
-        handles = (
-            optimizer.register_load_state_dict_pre_hook(self._loading),
-            optimizer.register_state_dict_post_hook(_marked),
-        )
-
-        def undo() -> None:
-            for handle in handles:
-                handle.remove()
-            optimizer.state.clear()
-            optimizer.state.update(original)
-
-        return undo
-
-    def _loading(self, optimizer: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
-        groups = [group for group in loaded["param_groups"] if _MARK not in group]
-        loaded = {**loaded, "param_groups": groups}
-        names = [name for group in groups for name in group["params"]]
-        held = [p for group in optimizer.param_groups for p in group["params"]]
-        parameters = dict(zip(names, held, strict=False))
-        state = {
-            name: self._stored(parameters[name], value) if name in parameters else value
-            for name, value in loaded["state"].items()
-        }
-        return {**loaded, "state": state}
-
-    @torch.no_grad()
-    def _stored(self, parameter: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
-        """State of any kind as it is kept; a copy."""
-        made: dict[str, Any] = {}
-        for key, value in state.items():
-            if not isinstance(value, torch.Tensor):
-                made[key] = value
-                continue
-            value = value.to(parameter.device, copy=True)
-            if not is_moment(key, value) or value.dtype is parameter.dtype:
-                made[key] = value
-            elif SUFFIX in key:
-                made[key] = cast(value, parameter.dtype)
-            elif value.shape != parameter.shape:
-                made[key] = value
-            else:
-                rows = self._rows(parameter)
-                self._storage.make(made, key, parameter.detach(), len(rows))
-                for index, part in enumerate(rows):
-                    block = UpdateBlock({}, (key,), [Piece(parameter, part, index, True)])
-                    wide = gather([value[part]], torch.float32)
-                    self._storage.write(block, [made], key, wide, None)
-        return made
-
-
-_MARK = "moments_in_16_bits"
-
-
-def _marked(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """A state with exponents beside its moments, with one group more than there is.
-
-    A plain optimizer would take it for its own, without the exponents, and train on wrong moments;
-    so it says that the number of groups differs. Ours takes the group away.
-    """
-    if not any(SUFFIX in key for held in state["state"].values() for key in held):
-        return state
-    return {**state, "param_groups": [*state["param_groups"], {"params": [], _MARK: True}]}
 
 
 def kernels_know(optimizer: Optimizer) -> bool:
