@@ -1,7 +1,16 @@
 """Estimates of plans for a model, by the `device` accounting.
 
 Estimates scale the plain step: offers say by how much, and the scheduler fills the room. `predict`
-does not estimate: it runs the planned step itself on fake tensors.
+does not estimate: it runs the planned step itself on fake tensors, with its update.
+
+Example, 4 GB of weights in FP32, AdamW, 10 GB of activations, a budget of 16 GB and the setting
+"8-bit state, two microbatches":
+
+    update        a trace of the 64 largest tensors: weights 4 GB, gradients 4 GB, state 2 GB
+    resident      weights and state, 6 GB, and the gradients of the first part, 4 GB
+    room          16 GB - 10 GB = 6 GB, for 10 GB × `Scales.share` 1/2 = 5 GB: nothing is recomputed
+    `_seconds`    of both parts, of the update, and of 0 bytes over the link
+    `predict`     the step traced: 15.02 GB, and what the allocator reserves for it
 """
 
 from __future__ import annotations
