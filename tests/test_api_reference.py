@@ -3,11 +3,14 @@
 import ast
 import doctest
 import inspect
+import itertools
+import json
 import os
 import re
 import subprocess
 import sys
 import tomllib
+import typing
 import warnings
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
@@ -18,6 +21,7 @@ import torch
 from torch import nn
 
 import shoestring as ss
+from shoestring import errors
 from shoestring.techniques import registry
 
 ROOT = Path(__file__).parents[1]
@@ -89,6 +93,97 @@ def test_methods_say_what_they_do_and_explain_their_arguments(name):
         if not issubclass(kind, ss.Technique):  # its contract is in docs/adding-a-technique.md
             taken = [n for n in inspect.signature(function).parameters if n not in ("self", "cls")]
             assert _explained(text) == taken, f"{name}.{method}"
+
+
+FREE = {
+    "budget": "a size",
+    "allow": "names with commas",
+    "optimizer": "a name of PyTorch's, in small letters",
+    "accept": "rows of a certificate, the plan's own among them",
+    "model": "a configuration",
+    "name": "a configuration",
+    "dtype": "a name of PyTorch's",
+    "lora": "settings, as on the command line",
+    "quantize": "settings, as on the command line",
+    "sizes": "sizes",
+    "weight": "labels, examples or a count of your own",
+    "strategy": "'every-4', with a number",
+    "method": "a method and its settings",
+    "blocks": "modules of the model",
+    "tensors": "tensors of the model",
+    "schedule": "what each block does, as a plan prints it",
+    "folder": "a path",
+    "units": "labels, examples or a count of your own",
+    "message": "text",
+    "hint": "text",
+}
+"""Arguments that take any text; all others that take text name their options."""
+
+
+@pytest.mark.parametrize("name", sorted({*FUNCTIONS, *(t.__name__ for t in
+                         (ss.Clip, ss.Parallel, *ss.Technique.__subclasses__()))}))  # fmt: skip
+def test_named_options_are_literals(name):
+    made = getattr(ss, name)
+    kinds = typing.get_type_hints(made if inspect.isfunction(made) else made.__init__)
+    for taken in set(inspect.signature(made).parameters) - set(FREE):
+        assert str not in (kinds[taken], *typing.get_args(kinds[taken])), (name, taken)
+
+
+def test_common_arguments_come_in_one_order():
+    taken = [inspect.signature(getattr(ss, name)).parameters for name in FUNCTIONS]
+    orders = [[n for n, p in of.items() if p.kind is p.KEYWORD_ONLY] for of in taken]
+    for first, second in itertools.combinations(orders, 2):
+        common = [n for n in first if n in second]
+        assert common == [n for n in second if n in first]
+
+
+def test_every_error_and_warning_is_public():
+    own = [n for n, kind in vars(errors).items() if inspect.isclass(kind)]
+    assert {n for n in own if issubclass(getattr(errors, n), Exception)} <= set(ss.__all__)
+
+
+def results():
+    """One of each, by what they are returned from."""
+    model, batch = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(8, 8)
+    data = batch, torch.randint(8, (8,))
+    given = {"loss": loss, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)}
+    profile = ss.profile(model, data, **given)
+    certificate = ss.verify([ss.Microbatching(4)], model, [data], **given, steps=1)
+    plan = ss.plan(model, data, **given, budget="8 GB", prices=True)
+    card = ss.CardFit(24 * 10**9, "24 GB", "", 10**9, plan.plan, 1.2, 4, None)
+    effects = (ss.Effect("--microbatch 1", False, 2, 1),)
+    return [
+        profile, profile.timeline, ss.measure(model, data, **given),
+        certificate, *certificate.comparisons, ss.Comparison("loss", ss.Level.EQUAL,
+                                                             ss.Level.NEAR, float("inf")),
+        plan.predicted, *plan.front, *plan.prices, ss.Choice("offload", "", "lossless", "why"),
+        ss.Trial(1, 0.5, False), card, ss.Cards("a", "b", 2, 1, (card,)),
+        *effects, ss.Explanation(2, "backward", "mm", {"model": 1}, effects),
+    ]  # fmt: skip
+
+
+def test_every_result_is_read_back_from_json():
+    seen = set()
+    for result in results():
+        plain = json.loads(json.dumps(result.to_dict(), allow_nan=False))
+        again = type(result).from_dict(plain)
+        seen.add(type(result))
+        if not isinstance(result, (ss.MemoryProfile, ss.Timeline)):  # they hold arrays
+            assert again == result
+        assert again.to_dict() == result.to_dict()
+        with pytest.raises(ss.InputError, match=f"not a {type(result).__name__}"):
+            type(result).from_dict({**plain, "other": 1})
+    shown = {k for k in map(ss.__dict__.get, CLASSES) if k is not None and is_dataclass(k)}
+    plans = {ss.Plan, ss.BudgetPlan}
+    settings = {ss.Clip, ss.Parallel, ss.Configured, *ss.Technique.__subclasses__()}
+    assert shown - plans - settings == seen
+
+
+def test_what_results_hold_is_public():
+    hold = {type(r) for r in results()} | {ss.BudgetPlan}
+    words = " ".join(str(f.type) for kind in hold for f in fields(kind))
+    internal = {"Change"}  # what `Timeline` adds up
+    assert set(re.findall(r"\w+", words)) & WRITTEN - internal <= set(ss.__all__)
 
 
 def _explained(text):

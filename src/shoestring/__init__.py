@@ -20,6 +20,7 @@ from .errors import (
     TraceError,
     TrainingStopped,
     UnknownOperationWarning,
+    UnprovenWarning,
     VerificationError,
 )
 from .version import __version__
@@ -31,9 +32,11 @@ if TYPE_CHECKING:
     from .memory.live.measure import Measurement, measure
     from .memory.model import MemoryProfile
     from .memory.prediction import Prediction
+    from .memory.timeline import Timeline
     from .planning.fit import fit
     from .planning.planner import plan
-    from .planning.result import BudgetPlan, Choice, FrontPoint
+    from .planning.prices import Price
+    from .planning.result import BudgetPlan, Choice, FrontPoint, Trial
     from .step.apply import apply
     from .step.clipping import Clip
     from .step.profiling import profile
@@ -58,6 +61,7 @@ if TYPE_CHECKING:
     )
     from .techniques.claims import Level
     from .techniques.plan import Plan
+    from .trace.graph import Role
     from .verification.certificate import Certificate, Comparison
     from .verification.verify import verify
 
@@ -93,15 +97,20 @@ __all__ = [
     "Plan",
     "Precision",
     "Prediction",
+    "Price",
+    "Role",
     "ShoestringError",
     "SizeError",
     "Sparsity",
     "Step",
     "Technique",
     "TiledMLP",
+    "Timeline",
     "TraceError",
     "TrainingStopped",
+    "Trial",
     "UnknownOperationWarning",
+    "UnprovenWarning",
     "VerificationError",
     "WeightOffload",
     "__version__",
@@ -124,9 +133,11 @@ _PLACES = {
     "memory.live.measure": ("Measurement", "measure"),
     "memory.model": ("MemoryProfile",),
     "memory.prediction": ("Prediction",),
+    "memory.timeline": ("Timeline",),
     "planning.fit": ("fit",),
     "planning.planner": ("plan",),
-    "planning.result": ("BudgetPlan", "Choice", "FrontPoint"),
+    "planning.prices": ("Price",),
+    "planning.result": ("BudgetPlan", "Choice", "FrontPoint", "Trial"),
     "step.apply": ("apply",),
     "step.clipping": ("Clip",),
     "step.profiling": ("profile",),
@@ -151,6 +162,7 @@ _PLACES = {
     ),
     "techniques.claims": ("Level",),
     "techniques.plan": ("Plan",),
+    "trace.graph": ("Role",),
     "verification.certificate": ("Certificate", "Comparison"),
     "verification.verify": ("verify",),
 }

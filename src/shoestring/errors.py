@@ -167,7 +167,11 @@ class NoEffectWarning(UserWarning):
 
 
 class UnprovenWarning(UserWarning):
-    """Something was assumed that could not be tested."""
+    """Something was assumed that could not be tested.
+
+    Examples:
+        >>> warnings.simplefilter("error", ss.UnprovenWarning)
+    """
 
 
 class UnknownOperationWarning(UserWarning):

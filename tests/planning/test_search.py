@@ -19,10 +19,17 @@ from shoestring.planning.result import FrontPoint
 from shoestring.planning.search import Candidate, pareto, search
 from shoestring.planning.settings import Setting
 from shoestring.step.profiling import profile
-from shoestring.techniques import Checkpointing, Offload, OptimizerState, Precision, Sparsity
+from shoestring.techniques import (
+    Checkpointing,
+    GradientRelease,
+    Offload,
+    OptimizerState,
+    Precision,
+    Sparsity,
+)
 from shoestring.techniques.claims import LOSSLESS, LOSSY, NEAR_LOSSLESS, Circumstances, Level
 from shoestring.techniques.microbatching import lossiness as microbatch_loss
-from shoestring.techniques.offers import Offer
+from shoestring.techniques.offers import Offer, Scales
 from shoestring.techniques.plan import Plan
 from shoestring.techniques.sparsity import lossiness as density_loss
 
@@ -101,6 +108,44 @@ def test_a_lossless_plan_that_is_far_slower_gives_way(
     assert found is not None and found.candidate.plan.short() == chosen
     assert found.lossless_seconds == (lossless if chosen == "8-bit state" else None)
     assert known.predicted == [chosen]
+
+
+class _Told(_Known):
+    """What the plan with fewer techniques is predicted to take, where it is asked for."""
+
+    simpler: Prediction | None
+
+    def predict(self, candidate: Candidate) -> Prediction | None:
+        made = super().predict(candidate)
+        return self.simpler if len(candidate.plan.techniques) == 1 else made
+
+
+BOTH = "state on the host + released gradients"
+
+
+@pytest.mark.parametrize(
+    "nbytes, seconds, width, chosen",
+    [
+        (10, 1.0, 1.0, "released gradients"),
+        (11, 1.0, 1.0, BOTH),  # does not fit without the other
+        (10, 1.1, 1.0, BOTH),  # takes longer
+        (10, 1.0, 0.5, BOTH),  # its passes are not the same
+        (None, 1.0, 1.0, BOTH),  # cannot be applied
+    ],
+)
+def test_a_schedule_is_tried_with_fewer_techniques(
+    nbytes: int | None, seconds: float, width: float, chosen: str
+) -> None:
+    """The setting with more techniques may come to it first."""
+    release, offload = Offer(GradientRelease(), ""), Offer(Offload(), "")
+    alone = Setting((release if width == 1 else Offer(release.technique, "", Scales(width=width)),))
+    some = [Setting((release, offload)), alone]
+    known = _Told({BOTH: 0.5, "released gradients": 0.6})
+    known.simpler = nbytes and Prediction(nbytes, "device", "cuda", seconds, 1, "nominal")
+    at = Circumstances("cuda", batch_norm=False)
+    known.best = lambda setting, room: Candidate(setting, None, 1, 1.0, Work(1))  # type: ignore[method-assign]
+    found = search(known, some, 10, at)  # type: ignore[arg-type]
+    assert found is not None and found.candidate.plan.short() == chosen
 
 
 LEVELS = st.sampled_from([Level.EQUAL, Level.ROUNDING, Level.NEAR])

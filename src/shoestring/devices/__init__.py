@@ -13,11 +13,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 REFERENCE = "NVIDIA H200"
+Device = Literal["cpu", "cuda"]
+"""For which predictions are made."""
 
 
 @dataclass(frozen=True)

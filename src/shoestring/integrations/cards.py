@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from ..devices import Card
 from ..devices import cards as known_cards
 from ..errors import InputError
 from ..html_table import caption, table
+from ..plain_values import PlainValues
 from ..planning.ranks import SharedStep
+from ..step.shares import ShardingName
 from ..techniques.plan import Plan
 from ..units import format_size, parse_size, plural
 from .configurations import Configured
@@ -19,7 +21,7 @@ from .sizes import Sizes
 
 
 @dataclass(frozen=True)
-class CardFit:
+class CardFit(PlainValues):
     """The answer for one card or one budget.
 
     Examples:
@@ -81,7 +83,7 @@ class CardFit:
 
 
 @dataclass(frozen=True)
-class Cards:
+class Cards(PlainValues):
     """The answer for each card; `print` shows a table, `html()` a page.
 
     Examples:
@@ -165,7 +167,7 @@ def cards(
     dtype: str | None = None,
     sizes: Iterable[int | str] | None = None,
     gpus: int = 1,
-    sharding: Literal["ddp", "fsdp"] = "fsdp",
+    sharding: ShardingName = "fsdp",
 ) -> Cards:
     """Say for each card whether the model trains on it, by which plan, and how large a batch.
 

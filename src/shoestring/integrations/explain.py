@@ -17,6 +17,7 @@ from torch import nn
 from ..errors import InputError, TraceError
 from ..html_table import caption
 from ..memory.model import MemoryProfile
+from ..plain_values import PlainValues
 from ..step.profiling import Device, profile
 from ..techniques.base import Technique
 from ..techniques.plan import Plan, from_flags
@@ -38,7 +39,7 @@ _PLACES = (
 
 
 @dataclass(frozen=True)
-class Effect:
+class Effect(PlainValues):
     """One flag, and the peak of the step with it changed.
 
     Examples:
@@ -59,7 +60,7 @@ class Effect:
 
 
 @dataclass(frozen=True)
-class Explanation:
+class Explanation(PlainValues):
     """Where the peak is, and what would move it.
 
     Examples:

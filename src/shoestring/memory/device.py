@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..trace.graph import Phase, Role, Storage, Trace
@@ -101,8 +101,7 @@ class Replay:
         self._resident: list[tuple[int, Role, str]] = []
         self._held: dict[int, int] = {}
         self._changes: list[Change] | None = None
-        for storage in events.before:
-            self._keep(storage.nbytes, storage.role, storage.module)
+        self.keep(events.before)
 
     def run(self) -> list[Change]:
         """Block sizes of the last step as changes of live bytes."""
@@ -116,6 +115,11 @@ class Replay:
             changes.append(Change(0, nbytes, role, module))
         return changes
 
+    def keep(self, storages: Iterable[Storage]) -> None:
+        """Allocate what stays for good."""
+        for storage in storages:
+            self._keep(storage.nbytes, storage.role, storage.module)
+
     def _keep(self, nbytes: int, role: Role, module: str) -> None:
         self._resident.append((self.allocator.allocate(nbytes), role, module))
 
@@ -123,14 +127,15 @@ class Replay:
         self,
         kept: tuple[Persistent, ...],
         state: list[Storage],
-        update: Callable[[], None] = lambda: None,
+        *,
+        update: bool = True,
         share: float = 1.0,
         changes: list[Change] | None = None,
     ) -> None:
-        """One step; what is kept for good appears in it, and `update` runs at its end.
+        """One step, or its passes without the update; what is kept for good appears in it.
 
-        Tensors have only a share of their bytes where a smaller part of the batch runs. `changes`
-        is given the changes of live bytes.
+        Tensors of the passes have only a share of their bytes where a smaller part of the batch
+        runs. `changes` is given the changes of live bytes.
         """
         self._share, self._changes = share, changes
         allocator = self.allocator
@@ -138,12 +143,14 @@ class Replay:
         for workspace in kept:
             first_use.setdefault(workspace.operation, []).append(workspace)
         awaiting_state = bool(state)
-        for index, op in enumerate(self.trace.ops):
+        count = len(self.trace.ops) if update else self.trace.update_start
+        for index, op in enumerate(self.trace.ops[:count]):
             self._release(index)
-            if awaiting_state and op.phase is Phase.OPTIMIZER:
-                awaiting_state = False
-                for storage in state:
-                    self._keep(storage.nbytes, storage.role, storage.module)
+            if op.phase is Phase.OPTIMIZER:
+                self._share = 1.0
+                if awaiting_state:
+                    awaiting_state = False
+                    self.keep(state)
             for workspace in first_use.get(index, ()):
                 self._keep(workspace.nbytes, Role.WORKSPACE, "")
             peak = self._operate(index)
@@ -152,10 +159,11 @@ class Replay:
                 changes.append(Change(index, excess, Role.WORKSPACE, op.module))
                 changes.append(Change(index + 1, -excess, Role.WORKSPACE, op.module))
         if awaiting_state:
-            for storage in state:
-                self._keep(storage.nbytes, storage.role, storage.module)
-        update()
-        self._release(len(self.trace.ops))
+            self.keep(state)
+        self._release(count)
+        for handle in self._held.values():  # of passes whose update is left out
+            allocator.free(handle)
+        self._held.clear()
 
     def drop_workspaces(self) -> None:
         """Give back what libraries keep."""

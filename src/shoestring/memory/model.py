@@ -6,10 +6,11 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from ..errors import InputError, UnknownOperationWarning
 from ..html_table import caption
+from ..plain_values import PlainValues
 from ..trace.graph import Phase, Role, Trace
 from ..units import format_flops, format_size
 from .device import device_timeline
@@ -19,11 +20,12 @@ from .picture import Picture, draw_timeline
 from .schedule import Kind, recompute_flops, schedule
 from .timeline import Timeline
 
-ACCOUNTINGS = ("fundamental", "device")
+Accounting = Literal["fundamental", "device"]
+ACCOUNTINGS = get_args(Accounting)
 
 
 @dataclass(frozen=True)
-class MemoryProfile:
+class MemoryProfile(PlainValues):
     """Where the bytes of one training step go. All of it is predicted; nothing was allocated.
 
     Examples:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..plain_values import PlainValues
+
 
 @dataclass(frozen=True)
-class Prediction:
+class Prediction(PlainValues):
     """Predicted bytes and seconds of one step, with the accounting and the costs used.
 
     Examples:

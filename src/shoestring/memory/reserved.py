@@ -8,7 +8,6 @@ a CUDA graph, whose memory is a pool of its own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..trace.graph import Role, Trace
@@ -28,28 +27,26 @@ class Reserved:
 
 def reserved(
     trace: Trace,
-    state: Sequence[int] = (),
-    passing_bytes: int = 0,
     *,
     state_first: bool = False,
     rest: float = 0.0,
     limit_bytes: int | None = None,
     capturable: bool = True,
 ) -> Reserved:
-    """For the passes of a step, an update that keeps tensors of these sizes and needs some more.
+    """For a whole step, its update included.
 
-    `state_first`: those tensors are made before the first pass. `rest`: the share of a part that
-    the last, smaller one of a minibatch is. `limit_bytes`: what steps are held to that run before
-    the capture. `capturable`: whether there is one at all.
+    `state_first`: the optimizer's state is made before the first pass. `rest`: the share of a part
+    that the last, smaller one of a minibatch is. `limit_bytes`: what steps are held to that run
+    before the capture. `capturable`: whether there is one at all.
     """
     events = Events(trace, ConvolutionTable.shipped())
-    first = _Eager(trace, state, passing_bytes, state_first, rest, None, events)
+    first = _Eager(trace, state_first, rest, None, events)
     main = first.steps()
     eager_bytes = main.peak_reserved_bytes
     if not capturable:
         return Reserved(eager_bytes, 0)
     if limit_bytes is not None and main.peak_asked_bytes > limit_bytes:
-        first = _Eager(trace, state, passing_bytes, state_first, rest, limit_bytes, events)
+        first = _Eager(trace, state_first, rest, limit_bytes, events)
         main = first.steps()
     first.replay.drop_workspaces()
     for storage in trace.storages:
@@ -59,11 +56,7 @@ def reserved(
     own = ExpandableAllocator()
     captured = Replay(trace, ConvolutionTable.shipped(), own, events)
     outside = own.reserved_bytes  # parameters and the like are not in the graph's pool
-
-    def update() -> None:
-        own.free(own.allocate(passing_bytes))
-
-    captured.step(captured.workspaces, [], update)
+    captured.step(captured.workspaces, [], update=not rest)
     if rest:
         captured.step((), [], share=rest)
     pool = main.reserved_bytes + own.reserved_bytes - outside
@@ -76,8 +69,6 @@ class _Eager:
     def __init__(
         self,
         trace: Trace,
-        state: Sequence[int],
-        passing_bytes: int,
         state_first: bool,
         rest: float,
         limit_bytes: int | None,
@@ -85,26 +76,20 @@ class _Eager:
     ) -> None:
         self._allocator = ExpandableAllocator(limit_bytes)
         self.replay = Replay(trace, ConvolutionTable.shipped(), self._allocator, events)
-        self._passing_bytes, self._rest = passing_bytes, rest
-        self._state = () if state_first else state
-        for nbytes in state if state_first else ():
-            self._allocator.allocate(nbytes)
+        self._rest = rest
+        self._state = self.replay.state
+        if state_first:
+            self.replay.keep(self._state)
+            self._state = []
 
     def steps(self) -> ExpandableAllocator:
         """Run both."""
         replay = self.replay
         for number in range(2):
-            first = number == 0
-            kept, held = (replay.workspaces, replay.state) if first else ((), [])
+            kept, state = (replay.workspaces, self._state) if number == 0 else ((), [])
             if self._rest:
-                replay.step(kept, [])
-                replay.step((), held, lambda first=first: self._update(first), self._rest)  # type: ignore[misc]
+                replay.step(kept, [], update=False)
+                replay.step((), state, share=self._rest)
             else:
-                replay.step(kept, held, lambda first=first: self._update(first))  # type: ignore[misc]
+                replay.step(kept, state)
         return self._allocator
-
-    def _update(self, first: bool) -> None:
-        if first:
-            for nbytes in self._state:
-                self._allocator.allocate(nbytes)
-        self._allocator.free(self._allocator.allocate(self._passing_bytes))

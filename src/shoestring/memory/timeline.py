@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 
+from ..plain_values import PlainValues
 from ..trace.graph import Role
 
 ROLES: tuple[Role, ...] = tuple(Role)
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class Change(PlainValues):
     """So many bytes more (or fewer) from this instant on."""
 
     instant: int
@@ -24,13 +25,20 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Timeline:
-    """Live bytes at each instant: one row an instant, one column a role."""
+class Timeline(PlainValues):
+    """Live bytes at each instant: one row an instant, one column a role.
+
+    Examples:
+        >>> timeline = ss.profile(model, batch, loss=loss, optimizer=optimizer).timeline
+        >>> timeline.labels[timeline.peak_instant], timeline.totals.max()
+    """
 
     labels: tuple[tuple[str, str, str], ...]
     """(operation, phase, module) of each instant."""
     bytes_by_role: np.ndarray
+    """One column for each `Role`, in their order."""
     changes: tuple[Change, ...]
+    """Bytes that come and go, with the module they are of."""
 
     @property
     def totals(self) -> np.ndarray:
@@ -45,11 +53,25 @@ class Timeline:
         return int(len(totals) - 1 - totals[::-1].argmax()) if len(totals) else 0
 
     def roles_at(self, instant: int) -> dict[Role, int]:
-        """Live bytes by role."""
+        """Live bytes by role.
+
+        Args:
+            instant: Its row.
+
+        Returns:
+            Role → bytes.
+        """
         return {role: int(self.bytes_by_role[instant, i]) for i, role in enumerate(ROLES)}
 
     def modules_at(self, instant: int) -> dict[str, int]:
-        """Live bytes by module, largest first."""
+        """Live bytes by module, largest first.
+
+        Args:
+            instant: Its row.
+
+        Returns:
+            Path of the module → bytes.
+        """
         live: dict[str, int] = {}
         for change in self.changes:
             if change.instant <= instant:

@@ -167,7 +167,7 @@ class _Trials:
     """Steps that are taken, measured and taken back."""
 
     units: LossUnits = AUTO
-    """Units that the loss is averaged over, as the user named them."""
+    """The units that the user named for the loss; see `Microbatching`."""
 
     def __init__(self, model: nn.Module, batch: Any, loss: Loss, optimizer: Any) -> None:
         self._model, self._batch, self._loss, self._optimizer = model, batch, loss, optimizer

@@ -1,13 +1,22 @@
 """Estimates of plans for a model, by the `device` accounting.
 
 Estimates scale the plain step: offers say by how much, and the scheduler fills the room. `predict`
-does not estimate: it runs the planned step itself on fake tensors.
+does not estimate: it runs the planned step itself on fake tensors, with its update.
+
+Example, 4 GB of weights in FP32, AdamW, 10 GB of activations, a budget of 16 GB and the setting
+"8-bit state, two microbatches":
+
+    update        a trace of the 64 largest tensors: weights 4 GB, gradients 4 GB, state 2 GB
+    resident      weights and state, 6 GB, and the gradients of the first part, 4 GB
+    room          16 GB - 10 GB = 6 GB, for 10 GB × `Scales.share` 1/2 = 5 GB: nothing is recomputed
+    `_seconds`    of both parts, of the update, and of 0 bytes over the link
+    `predict`     the step traced: 15.02 GB, and what the allocator reserves for it
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from functools import cached_property
 
@@ -25,7 +34,7 @@ from ..techniques import registered
 from ..techniques.base import Technique
 from ..techniques.offers import Conditions, Context, Scheduled, Scheduler, Update
 from ..techniques.plan import Plan
-from ..trace.graph import Role, Trace
+from ..trace.graph import Trace, without_update
 from .cost import Costs
 from .residents import largest, traced_update
 from .search import Candidate
@@ -46,10 +55,11 @@ class DeviceEstimates:
     ) -> None:
         self.context, self._costs, self._by_norm = context, costs, by_norm
         self._waiting = waiting
+        plain = context.trace_step(Plan(), optimizer=context.optimizer)
+        context.trace = without_update(plain)
+        self._traced: dict[Plan, Trace] = {} if waiting else {Plan(): plain}
         self._updates: dict[tuple[Technique, ...], Update] = {}
         self._known_passes: dict[tuple[Technique, ...], _Passes] = {(): _Passes(context)}
-        self._traced: dict[tuple[Technique, ...], Trace] = {}
-        self._applied: set[tuple[Technique, ...]] = set()
         self.trained: dict[str, int] = {
             p.name: p.numel * p.dtype.itemsize for p in context.trace.parameters if p.has_gradient
         }
@@ -69,7 +79,7 @@ class DeviceEstimates:
     @cached_property
     def plain(self) -> Prediction:
         """The step without a plan."""
-        return self._predicted(Setting(), self._of_passes(_PLAIN), self.passes)
+        return self._predicted(Setting(), self._traced_step(Plan()), self.passes)
 
     # -- trials --------------------------------------------------------------------------------
 
@@ -130,7 +140,7 @@ class DeviceEstimates:
         some = all(t.some_tell_all for t in techniques)
         names, shown = largest(self.trained if some else {})
         try:
-            trace = self._traced_step(Plan(techniques), update=names)
+            trace = self._traced_update(Plan(techniques), names)
         except (InputError, TraceError):
             if not techniques:
                 raise
@@ -138,17 +148,19 @@ class DeviceEstimates:
         together = self.context.device == "cuda" and not any(t.updates_apart for t in techniques)
         return traced_update(trace, shown, together=together)
 
-    def _traced_step(self, plan: Plan, *, update: Collection[str] | None = None) -> Trace:
-        """The passes of a planned step, or the update of some parameters (of none: of all)."""
-        names = update or self.trained
-        inside = any(t.updates_in_backward for t in plan.techniques)
+    def _traced_update(self, plan: Plan, names: Collection[str]) -> Trace:
+        """The update of some parameters, or of all if none is named."""
         return self.context.trace_step(
             plan,
-            optimizer=None if update is None and not inside else self.context.optimizer,
-            passes=update is None,
-            waiting=update is None and self._waiting,
-            trained={*names, *(f"{name}_values" for name in names)},  # of sparse ones
+            optimizer=self.context.optimizer,
+            passes=False,
+            trained=self._trained_names(names or self.trained),
         )
+
+    @staticmethod
+    def _trained_names(names: Iterable[str]) -> set[str]:
+        """Sparse ones have another name once a plan is applied."""
+        return {one for name in names for one in (name, f"{name}_values")}
 
     @property
     def _of_card(self) -> bool:
@@ -360,7 +372,7 @@ class DeviceEstimates:
 
     def _traced_prediction(self, candidate: Candidate) -> Prediction | None:
         try:
-            trace = self._of_passes(candidate.plan)
+            trace = self._traced_step(candidate.plan)
         except (InputError, TraceError) as error:
             warnings.warn(
                 f"left out, {candidate.plan.short()}: {error}", RuntimeWarning, stacklevel=2
@@ -368,45 +380,28 @@ class DeviceEstimates:
             return None
         return self._predicted(candidate.setting, trace, candidate.work, candidate.plan)
 
-    def _of_passes(self, plan: Plan) -> Trace:
-        """The trace of the passes, shared by plans that differ only in their update."""
-        if any(t.updates_in_backward for t in plan.techniques):
-            return self._traced_step(plan)
-        others = tuple(t for t in plan.techniques if not t.leaves_passes)
-        if len(others) < len(plan.techniques):
-            self._check_update(plan)
-        if not others and not self._waiting:
-            return self.context.trace
-        if others not in self._traced:
-            self._traced = {
-                others: self._traced_step(Plan(others))
-            }  # the last alone: they are large
-        return self._traced[others]
-
-    def _check_update(self, plan: Plan) -> None:
-        """Raise where techniques refuse one another when they are applied: one parameter tells."""
-        lasting = tuple(t for t in plan.techniques if not t.revisable)
-        if lasting not in self._applied:
-            largest = max(self.trained, key=self.trained.__getitem__)
-            self._traced_step(Plan(lasting), update=[largest])
-            self._applied.add(lasting)
+    def _traced_step(self, plan: Plan) -> Trace:
+        """The whole step by a plan, as `profile` traces it."""
+        if plan not in self._traced:
+            made = self.context.trace_step(
+                plan,
+                optimizer=self.context.optimizer,
+                waiting=self._waiting,
+                trained=self._trained_names(self.trained),
+            )
+            self._traced = {plan: made}  # the last alone: they are large
+        return self._traced[plan]
 
     def _predicted(
         self, setting: Setting, trace: Trace, work: Work, plan: Plan = _PLAIN
     ) -> Prediction:
-        totals = device_timeline(trace).totals
-        passes, state = int(totals.max(initial=0)), self.update(setting).state_bytes
-        if any(t.updates_in_backward for t in setting.techniques):
-            state = 0  # it is in the trace
-        device = self.context.device
-        peak = max(passes + state, self.floor_bytes(setting))
+        totals, device = device_timeline(trace).totals, self.context.device
         scratch = scratch_above(trace, totals) if device == "cpu" else 0
         scratch += sum(technique.untraced_bytes(device) for technique in plan.techniques)
-        above = max(passes + state + scratch - peak, 0)
         taken, graph, captured = 0, 0, self._capturable(setting)
         if self._of_card:
             card = reserved(
-                trace, self._state_sizes(setting, trace), self._passing_bytes(setting),
+                trace,
                 state_first=any(t.state_first for t in setting.techniques),
                 rest=self._rest(setting), limit_bytes=self.room_bytes, capturable=captured,
             )  # fmt: skip
@@ -421,39 +416,25 @@ class DeviceEstimates:
             work = replace(work, link=link_bytes(trace) * by.parts / by.width)
         step, update, link, hidden = self._parts(setting, work, captured)
         return Prediction(
-            peak, "device", device, step + update + link - hidden, int(work.flops),
-            self._costs.source, above, taken, captured, graph,
+            int(totals.max(initial=0)), "device", device, step + update + link - hidden,
+            int(work.flops), self._costs.source, scratch, taken, captured, graph,
             self.update(setting).link_bytes + self._saved_link(setting, work)
             + self._brought_bytes(setting), link, hidden,
-            curve=self._curve(totals + state, setting),
+            curve=_curve(totals, trace.update_start, by.parts),
         )  # fmt: skip
-
-    def _curve(self, passes: np.ndarray, setting: Setting) -> tuple[int, ...]:
-        """Of the passes of each part, and of the update, which is drawn as a twentieth."""
-        passes = repeated(passes, setting.scales.parts)
-        inside = any(t.updates_in_backward for t in setting.techniques)
-        update = 0 if inside else len(passes) // 20 + 1
-        return thinned(np.append(passes, np.full(update, self.floor_bytes(setting))))
 
     def _rest(self, setting: Setting) -> float:
         """How large the last part of the minibatch is, where it is smaller than the others."""
         size, examples = setting.plan().examples_at_once(self.context.batch), self.context.examples
         return 0.0 if size is None or examples is None else examples % size / size
 
-    def _state_sizes(self, setting: Setting, trace: Trace) -> list[int]:
-        """Of the tensors that the update keeps: a few for each gradient, of its size.
 
-        None where updates run in the backward pass: the trace has them.
-        """
-        update = self.update(setting)
-        inside = any(t.updates_in_backward for t in setting.techniques)
-        if inside or not update.state_bytes:
-            return []
-        each = update.state_bytes / max(update.gradient_bytes, 1)
-        count = max(round(each), 1)
-        gradients = [s.nbytes for s in trace.storages if s.role is Role.GRADIENT]
-        share = update.state_bytes / count / max(sum(gradients), 1)
-        return [int(nbytes * share) for nbytes in gradients for _ in range(count)]
+def _curve(totals: np.ndarray, update_start: int, parts: int) -> tuple[int, ...]:
+    """Of the passes of each part, and of the update, which is drawn as a twentieth."""
+    passes = repeated(totals[:update_start], parts)
+    update = totals[update_start:]
+    drawn = np.full(len(passes) // 20 + 1 if len(update) else 0, update.max(initial=0))
+    return thinned(np.append(passes, drawn))
 
 
 def _names(setting: Setting) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,7 +25,7 @@ from ..trace.tracing import Loss
 from ..units import format_size, parse_size
 from .by_running import plan_by_running, untraced
 from .planner import MARGIN, Planner
-from .result import BudgetPlan
+from .result import BudgetOf, BudgetPlan
 from .settings import Setting
 from .trial import Trials, plan_on_device, trials_for
 
@@ -43,7 +43,7 @@ def fit(
     budget: str | int,
     allow: str | Iterable[str] | None = None,
     enforce: bool = False,
-    budget_of: Literal["reserved", "allocated"] = "reserved",
+    budget_of: BudgetOf = "reserved",
     clip: float | Clip | None = None,
     units: LossUnits = AUTO,
 ) -> Step:

@@ -8,18 +8,20 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from itertools import groupby
-from typing import Any, Literal
+from typing import Any, cast
 
 import torch
 from torch import nn
 
+from ..devices import Device
 from ..errors import BudgetError, InputError
 from ..memory.cpu.scratch import scratch_above
 from ..memory.device import device_timeline
-from ..memory.model import ACCOUNTINGS
+from ..memory.model import ACCOUNTINGS, Accounting
 from ..memory.prediction import Prediction
 from ..memory.reserved import reserved
 from ..memory.work import Work
+from ..step.shares import ShardingName
 from ..step.trace_step import trace_plan
 from ..techniques import registered
 from ..techniques.base import LossUnits, Setup
@@ -48,7 +50,7 @@ from .margin import Margin
 from .prices import prices as find_prices
 from .ranks import SharedStep, plan_for_ranks
 from .reasons import choices
-from .result import BudgetPlan, FrontPoint
+from .result import BudgetOf, BudgetPlan, FrontPoint
 from .search import FASTER, Candidate, Found, budget_error, pareto, search, smallest
 from .settings import Setting, settings
 from .trial import plan_on_device, trials_for
@@ -72,12 +74,12 @@ def plan(
     optimizer: OptimizerLike,
     budget: str | int,
     allow: str | Iterable[str] | None = None,
-    accounting: str = "device",
-    device: str | None = None,
-    budget_of: Literal["reserved", "allocated"] = "reserved",
+    accounting: Accounting = "device",
+    device: Device | None = None,
+    budget_of: BudgetOf = "reserved",
     batches: Iterable[Any] | None = None,
     ranks: int = 1,
-    sharding: Literal["ddp", "fsdp"] = "ddp",
+    sharding: ShardingName = "ddp",
     prices: bool = False,
     trial: bool | None = None,
     units: LossUnits = AUTO,
@@ -201,7 +203,7 @@ class Planner:
     ) -> None:
         if budget_of not in ("reserved", "allocated"):
             raise InputError(f"no budget of {budget_of!r}", hint="reserved or allocated")
-        self.budget_of = budget_of
+        self.budget_of = cast(BudgetOf, budget_of)
         if accounting not in ACCOUNTINGS:
             raise InputError(
                 f"unknown accounting {accounting!r}", hint="one of " + ", ".join(ACCOUNTINGS)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import BudgetError
+from ..plain_values import PlainValues
 from ..techniques.plan import Plan
 from ..units import format_seconds, format_size
 
@@ -15,10 +16,15 @@ _STEPS = (-2, -1, 1, 2)
 
 
 @dataclass(frozen=True)
-class Price:
-    """The plan of another budget."""
+class Price(PlainValues):
+    """The plan of another budget.
+
+    Examples:
+        >>> for price in plan.prices: print(price.budget_bytes, price.seconds, price.plan)
+    """
 
     budget_bytes: int
+    """Of that plan."""
     plan: Plan | None
     """None where nothing fits."""
     needed_bytes: int

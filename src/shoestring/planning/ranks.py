@@ -18,7 +18,7 @@ from ..memory.device import device_timeline
 from ..memory.prediction import Prediction
 from ..memory.reserved import reserved
 from ..memory.sharded import replicated, sharded
-from ..step.shares import KINDS
+from ..step.group import KINDS
 from ..step.trace_step import trace_plan
 from ..techniques.base import Setup
 from ..techniques.plan import Plan

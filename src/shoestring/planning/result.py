@@ -5,19 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ..html_table import caption
 from ..memory.picture import Curve, Picture, draw_curves
 from ..memory.prediction import Prediction
+from ..plain_values import PlainValues
 from ..techniques.claims import LOSSLESS, LOSSY, NEAR_LOSSLESS
 from ..techniques.plan import Plan
 from ..units import format_flops, format_seconds, format_size
 from .prices import Price, price_lines
 
+BudgetOf = Literal["reserved", "allocated"]
+
 
 @dataclass(frozen=True)
-class Choice:
+class Choice(PlainValues):
     """One part of the plan, and why it is there.
 
     Examples:
@@ -35,7 +38,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class FrontPoint:
+class FrontPoint(PlainValues):
     """A plan that no other allowed plan beats in both memory and time.
 
     Examples:
@@ -65,8 +68,12 @@ class FrontPoint:
 
 
 @dataclass(frozen=True)
-class Trial:
-    """The measured step of a plan, from a trial on the device."""
+class Trial(PlainValues):
+    """The measured step of a plan, from a trial on the device.
+
+    Examples:
+        >>> if plan.trial is not None: print(plan.trial.needed_bytes, plan.trial.seconds)
+    """
 
     needed_bytes: int
     """On CUDA reserved at most, from the first step on; on the CPU tensors and scratch."""
@@ -90,7 +97,7 @@ class BudgetPlan(Plan):
 
     budget_bytes: int = field()  # type: ignore[misc]
     """As it was asked for."""
-    budget_of: str = "reserved"
+    budget_of: BudgetOf = "reserved"
     """On CUDA: what the allocator takes from the card, or what is "allocated" of that."""
     margin: float
     """Fraction of the budget left free for what the prediction may miss."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Iterable
-from typing import Literal
 
 import torch
 from torch import nn
@@ -15,7 +14,7 @@ from ..techniques.plan import Plan
 from ..trace.tracing import Loss
 from .clipping import Clip
 from .distributed import apply_on_ranks, parallel_of
-from .shares import Parallel
+from .shares import Parallel, ShardingName
 from .step import Step, apply_alone
 
 
@@ -25,7 +24,7 @@ def apply(
     optimizer: torch.optim.Optimizer,
     *,
     loss: Loss,
-    parallel: Literal["ddp", "fsdp"] | Parallel | None = None,
+    parallel: ShardingName | Parallel | None = None,
     clip: float | Clip | None = None,
 ) -> Step:
     """Transform the model and optimizer in place and return the step that trains them.

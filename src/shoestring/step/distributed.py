@@ -27,7 +27,7 @@ from ..trace.graph import Phase
 from ..trace.tracing import Loss
 from .arriving import InOrder, check_gradient
 from .clipping import Clip, clip_gradients
-from .group import communication_device, ranks
+from .group import ShardingName, communication_device, ranks
 from .setting_up import prepare, transform
 from .shares import Parallel, Shares
 from .step import Step
@@ -256,7 +256,7 @@ def apply_on_ranks(
     return ranks_.step(setup, clip)
 
 
-def parallel_of(given: str | Parallel | None) -> Parallel | None:
+def parallel_of(given: ShardingName | Parallel | None) -> Parallel | None:
     """The `parallel` option; None for a single process."""
     if given is None:
         return None

@@ -12,12 +12,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, cast, get_args
 
 import torch
 import torch.distributed as dist
 
 from ..errors import InputError, ShoestringError
+
+ShardingName = Literal["ddp", "fsdp"]
+KINDS = get_args(ShardingName)
 
 T = TypeVar("T")
 
@@ -48,10 +51,10 @@ def local_device(name: str | None) -> str | None:
     return f"cuda:{_number('LOCAL_RANK')}" if launched() > 1 and wants_cuda else name
 
 
-def parallel_for(wanted: str | None) -> str | None:
+def parallel_for(wanted: str | None) -> ShardingName | None:
     """How the processes torchrun started train: `ddp` unless said; alone, nothing can be said."""
     if launched() > 1:
-        return wanted or "ddp"
+        return cast(ShardingName, wanted or "ddp")
     if wanted is not None:
         raise InputError(
             f"--parallel {wanted} is for several processes",

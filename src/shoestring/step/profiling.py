@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 
+from ..devices import Device
 from ..errors import InputError
-from ..memory.model import ACCOUNTINGS, MemoryProfile, memory_profile
+from ..memory.model import ACCOUNTINGS, Accounting, MemoryProfile, memory_profile
 from ..techniques.base import Technique
 from ..techniques.plan import Plan
 from ..trace.failures import check_trainable
@@ -16,9 +17,6 @@ from ..trace.fakes import OptimizerLike
 from ..trace.split import examples_of
 from ..trace.tracing import Loss, trace_model
 from .trace_step import trace_plan
-
-Accounting = Literal["fundamental", "device"]
-Device = Literal["cpu", "cuda"]
 
 
 def profile(

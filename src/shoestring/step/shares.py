@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -14,9 +14,7 @@ from ..errors import InputError
 from ..techniques.plan import Plan
 from ..techniques.splitting.units import AUTO, EXAMPLES, SUM, Units, counter
 from ..trace.split import cut, examples_of
-from .group import communication_device, rank, ranks
-
-KINDS = ("ddp", "fsdp")
+from .group import KINDS, ShardingName, communication_device, rank, ranks
 
 
 @dataclass(frozen=True)
@@ -34,8 +32,8 @@ class Parallel:
         >>> parallel = ss.Parallel("fsdp", batches="shares")  # ss.apply(…, parallel=parallel)
     """
 
-    kind: str = "ddp"
-    batches: str = "whole"
+    kind: ShardingName = "ddp"
+    batches: Literal["whole", "shares"] = "whole"
     weight: str | Units | None = None
 
     def __post_init__(self) -> None:

@@ -7,7 +7,7 @@ questions are asked of storages, and what a gradient needs is asked of values.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from itertools import accumulate
@@ -26,7 +26,12 @@ class Phase(StrEnum):
 
 
 class Role(StrEnum):
-    """The role of a storage's bytes, in the report's words (Section 2.1)."""
+    """The role of a storage's bytes, in the report's words (Section 2.1).
+
+    Examples:
+        >>> profile = ss.profile(model, batch, loss=loss, optimizer=optimizer)
+        >>> profile.bytes_by_role[ss.Role.GRADIENT]
+    """
 
     MODEL = "model"
     BUFFER = "buffer"
@@ -178,6 +183,11 @@ class Trace:
         """The operations of the forward pass, the loss included."""
         return tuple(op for op in self.ops if op.phase is Phase.FORWARD)
 
+    @cached_property
+    def update_start(self) -> int:
+        """The first operation of the update; the number of all if none runs after the passes."""
+        return next((op.index for op in self.ops if op.phase is Phase.OPTIMIZER), len(self.ops))
+
     @property
     def forward_flops(self) -> int:
         """Floating-point operations of the forward pass."""
@@ -190,6 +200,21 @@ class Trace:
 
     def _flops(self, phase: Phase) -> int:
         return sum(op.flops for op in self.ops if op.phase is phase)
+
+
+def without_update(trace: Trace) -> Trace:
+    """The passes alone, and no optimizer state, as if the step had no optimizer."""
+    end = trace.update_start
+    return replace(
+        trace,
+        ops=trace.ops[:end],
+        storages=tuple(
+            replace(s, birth=end, death=end)
+            if s.birth >= end or s.role is Role.OPTIMIZER_STATE
+            else replace(s, death=min(s.death, end))
+            for s in trace.storages
+        ),
+    )
 
 
 def live_bytes(trace: Trace) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..errors import VerificationError
 from ..html_table import caption
+from ..plain_values import PlainValues
 from ..techniques.claims import Level
 from ..techniques.plan import Plan
 from ..units import format_size, plural
@@ -36,7 +37,7 @@ _FOUND = {
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Comparison(PlainValues):
     """One result of planned training, compared with that of plain training.
 
     Examples:
@@ -94,7 +95,7 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class Certificate:
+class Certificate(PlainValues):
     """Planned training beside plain training, and predicted beside measured bytes.
 
     Examples:

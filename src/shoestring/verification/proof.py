@@ -1,4 +1,20 @@
-"""Both sides of a certificate, compared row by row."""
+"""Both sides of a certificate, compared row by row.
+
+    plain training     loss, gradients, … ─┐
+                                           ├─ 3e-7 apart; "within rounding" allows 2e-6 here: ok
+    by the plan        loss, gradients, … ─┘
+
+What a plan claims of a row says how far apart it may be (`Proof._row`):
+
+    equal              no bit differs
+    within rounding    a multiple of what rounding does to plain training, measured beside FP64
+    near               about as far as plain training emulated in 16 bits (`near.py`)
+    lossy              any distance, unless the user set a bound
+
+Mistakes can be smaller than rounding, so the lossless parts of the plan also train in FP64, where
+nothing rounds (`_differs_exactly`). A technique that others would hide has a row of its own
+(`_proof_of`): the plan beside the plan without it, or the technique alone.
+"""
 
 from __future__ import annotations
 

@@ -42,7 +42,8 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """As beside the CPU; and as beside a GPU, copies made at once."""
     if request.param == "streamed":
         monkeypatch.setattr(technique, "on_cuda", lambda tensor: True)
-        monkeypatch.setattr(technique.update, "_CHUNK_BYTES", 40_000)
+        for part in (technique.link, technique.update):
+            monkeypatch.setattr(part, "CHUNK_BYTES", 40_000)
     return str(request.param)
 
 
@@ -192,7 +193,7 @@ def test_a_part_of_the_state_leaves(
 
 
 def test_what_leaves_is_small_beside_the_buffers_and_evenly_apart() -> None:
-    which = technique.update.which_move
+    which = technique.link.which_move
     assert which([4, 4, 4, 4], 1.0) == {0, 1, 2, 3}
     assert which([], 0.5) == frozenset()
     blocks = [1000, *[1, 10, 10] * 100]
@@ -329,7 +330,8 @@ def test_tensors_of_very_different_sizes_are_streamed(
 ) -> None:
     """Small ones ahead of a large one, a large one after a large one."""
     monkeypatch.setattr(technique, "on_cuda", lambda tensor: True)
-    monkeypatch.setattr(technique.update, "_CHUNK_BYTES", 2000)
+    for part in (technique.link, technique.update):
+        monkeypatch.setattr(part, "CHUNK_BYTES", 2000)
     others = [ss.GradientRelease()] * released
 
     def run(*plan: ss.Technique) -> ss.Step:

@@ -10,8 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import shoestring as ss
 from shoestring.errors import InputError, NoEffectWarning
 from shoestring.techniques import Checkpointing, Microbatching, Precision, Sparsity
+from shoestring.techniques.precision import blocks
 from techniques.precision.precision_helpers import (
     OPTIMIZERS,
     OTHERS,
@@ -348,3 +350,21 @@ def test_a_parameter_that_is_one_number_is_trained_too(optimizer, kind):
     assert narrow.scale.dim() == 0
     assert narrow.scale.item() == pytest.approx(wide.scale.item(), abs=0.02)
     assert narrow.scale.item() != 1
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_blocks_that_stand_for_others_change_no_byte(
+    optimizer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trace has one block for those between the first and the last two of a large tensor."""
+    model = nn.Sequential(nn.Linear(300, 700), nn.ReLU(), nn.Linear(700, 10))
+    given: dict[str, Any] = {
+        "loss": lambda m, b: m(b).square().mean(), "optimizer": optimizer,
+        "accounting": "device", "techniques": [Precision("bf16")],
+    }  # fmt: skip
+    fewer = ss.profile(model, torch.randn(4, 300), **given)
+    monkeypatch.setattr(blocks, "is_fake", lambda tensor: False)
+    every = ss.profile(model, torch.randn(4, 300), **given)
+    assert len(fewer.timeline.labels) < len(every.timeline.labels)
+    assert fewer.peak_bytes == every.peak_bytes
+    assert fewer.bytes_by_role == every.bytes_by_role

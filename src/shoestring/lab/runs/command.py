@@ -9,10 +9,11 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
+from ...devices import Device
 from ...errors import InputError
 from ...planning.allow import Allowed
 from ...techniques.plan import Plan, from_flags
@@ -326,7 +327,7 @@ def _plan_for_budget(call: Call, task: ImageTask | TextTask, device: str) -> Pla
     with working(f"planning {call.model} for {call.budget}"):
         found = plan(
             model, batch, loss=loss, optimizer=job.optimizer(model, there),
-            budget=max(room, 1), allow=call.allow, device=device, budget_of="allocated",
+            budget=max(room, 1), allow=call.allow, device=cast(Device, device), budget_of="allocated",
         ).plan  # fmt: skip
     if task.unit == "examples":
         return found

@@ -13,7 +13,7 @@ from ..tasks.images import ImageFeed, ImageTask
 from ...techniques.plan import Plan
 from ...trace.tracing import Loss
 from ...step.distributed import add_over_ranks
-from ...step.group import rank, ranks
+from ...step.group import ShardingName, rank, ranks
 from .settings import ImageSettings, build_model
 from ...step.shares import Parallel, cut_evenly, shares_of
 
@@ -31,7 +31,7 @@ class ImageJob:
         settings: ImageSettings,
         task: ImageTask,
         device: torch.device,
-        parallel: str | None,
+        parallel: ShardingName | None,
         device_limit_bytes: int,
     ) -> None:
         self.settings, self.plan, self._task = settings, weighted_by_images(settings.plan), task

@@ -16,6 +16,7 @@ from ..tasks import ImageTask, TextTask
 from ..tasks.images import DEVICE_LIMIT_BYTES
 from ...trace.tracing import Loss
 from .settings import AnySettings, ImageSettings
+from ...step.group import ShardingName
 from ...step.shares import Parallel
 from .text_settings import TextSettings
 
@@ -99,7 +100,7 @@ def job_for(
     task: ImageTask | TextTask,
     device: torch.device,
     *,
-    parallel: str | None = None,
+    parallel: ShardingName | None = None,
     device_limit_bytes: int = DEVICE_LIMIT_BYTES,
 ) -> Job:
     """By the kind of data."""

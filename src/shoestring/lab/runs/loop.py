@@ -21,7 +21,7 @@ from . import snapshot
 from .board import Board, check_board
 from .display import Display
 from .folder import check_place, run_folder, writing
-from ...step.group import (from_all, is_lost, largest, on_first, rank, ranks)
+from ...step.group import (ShardingName, from_all, is_lost, largest, on_first, rank, ranks)
 from .settings import AnySettings
 from .trainer import STATE, Trainer
 
@@ -42,7 +42,7 @@ def train(
     snapshot_every: int | None = None,
     stop_after: int | None = None,
     tensorboard: bool = False,
-    parallel: str | None = None,
+    parallel: ShardingName | None = None,
     device_limit_bytes: int = DEVICE_LIMIT_BYTES,
     predict: bool = True,
     budget: dict[str, Any] | None = None,

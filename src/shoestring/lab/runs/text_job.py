@@ -27,7 +27,7 @@ from ...trace.failures import check_trainable
 from ...trace.tracing import Loss
 from .average import averaged_model
 from ...step.distributed import add_over_ranks
-from ...step.group import rank, ranks
+from ...step.group import ShardingName, rank, ranks
 from ...step.shares import Parallel, cut_evenly
 from .text_settings import TextSettings
 
@@ -44,7 +44,7 @@ class TextJob:
         settings: TextSettings,
         task: TextTask,
         device: torch.device,
-        parallel: str | None,
+        parallel: ShardingName | None,
     ) -> None:
         self.settings, self._task, self._device = settings, task, device
         self.plan = weighted_by_tokens(settings.plan)

@@ -23,7 +23,7 @@ from ...step.apply import apply
 from ...step.step import Step
 from ...step.distributed import average_statistics, own_tensors
 from .folder import writing
-from ...step.group import (from_all, largest, on_first, rank, ranks)
+from ...step.group import (ShardingName, from_all, largest, on_first, rank, ranks)
 from .job import job_for
 from ...step.predict import predict_step
 from .settings import AnySettings
@@ -48,7 +48,7 @@ class Trainer:
         device: torch.device,
         *,
         predict: bool = True,
-        parallel: str | None = None,
+        parallel: ShardingName | None = None,
         device_limit_bytes: int = DEVICE_LIMIT_BYTES,
     ) -> None:
         self.settings, self.device = settings, device

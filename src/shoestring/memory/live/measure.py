@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ...errors import InputError
+from ...plain_values import PlainValues
 from ...torch_private.storages import held_in
 from ...trace.batches import check_layouts, tensors_of
 from ...trace.failures import check_loss, user_code
@@ -34,7 +35,7 @@ Optimizer = torch.optim.Optimizer
 
 
 @dataclass(frozen=True)
-class Measurement:
+class Measurement(PlainValues):
     """The peak of a real step.
 
     Examples:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from ...errors import InputError, NoEffectWarning
 from ...kernels.rounding import Noise
@@ -50,7 +50,7 @@ class ActivationBits(Technique):
     changes_passes: ClassVar[bool] = True
     rounds_saved: ClassVar[bool] = True
 
-    bits: int = 8
+    bits: Literal[8, 4, 2] = 8
     smallest: int = 4096
     seed: int = 0
 

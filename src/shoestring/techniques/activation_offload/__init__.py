@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -62,7 +62,7 @@ class ActivationOffload(Technique):
     runs_eagerly: ClassVar[bool] = True
     proof: ClassVar[Any] = "without"
 
-    what: str = "inputs"
+    what: Literal["inputs", "all"] = "inputs"
     smallest: int = 65536
     folder: str | None = None
 

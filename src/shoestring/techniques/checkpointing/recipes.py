@@ -19,18 +19,16 @@ Example, `y = conv(relu(bn(x)))` where batch_norm and relu are chosen:
     conv asks for b           runs batch_norm(x), relu: b is there again, one reader is left
     relu asks for b           the same b; no reader is left, so it goes
 
-Words: a `_Recipe` makes one output; a `_View` reads it as a saved tensor has it (shape, strides); a
-`_Kept` is a tensor that recipes start from (x); a `Saved` one that autograd keeps as it is (w). A
-tensor changed in place after it was noted is no longer what its recipe makes, and is kept.
+Words, in `recipe.py`: a `Recipe` makes one output; a `View` reads it as a saved tensor has it
+(shape, strides); a `Kept` is a tensor that recipes start from (x); a `Saved` one that autograd
+keeps as it is (w). A tensor changed in place after it was noted is no longer what its recipe
+makes, and is kept.
 """
 
 from __future__ import annotations
 
-import itertools
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -42,141 +40,12 @@ from ...memory.nodes import WIDE
 from ...torch_private.autograd import DisableTorchFunction, active_saved_tensors_hooks
 from ...torch_private.trees import tree_leaves
 from ..function_writes import hidden_writes, may_write
-from ..saving import Saved, keeps_inputs, without_node
+from ..saving import Saved, storage_key
 from .functions import CHEAP, ELEMENTWISE, JOINTS, NODES, PRODUCTS, SAVES_OUTPUT, WIDENING
-from .regions import without_statistics
+from .recipe import Kept, Recipe, View, Writes
 
 _unseen = DisableTorchFunction
 """Around questions about tensors: regions outside would look at each of them."""
-
-
-class _View:
-    """A tensor as a window on what a recipe makes."""
-
-    __slots__ = ("offset", "recipe", "size", "stride")
-
-    def __init__(self, recipe: _Recipe, tensor: torch.Tensor) -> None:
-        self.recipe = recipe
-        self.size, self.stride = tensor.size(), tensor.stride()
-        self.offset = tensor.storage_offset()
-
-    def of(self, made: torch.Tensor) -> torch.Tensor:
-        where = (made.size(), made.stride(), made.storage_offset())
-        if where == (self.size, self.stride, self.offset):
-            return made
-        return torch.as_strided(made, self.size, self.stride, self.offset)
-
-
-class _Writes:
-    """How often storages were written through `.data`, which no version shows.
-
-    Storages have numbers: addresses come again when a storage is gone, and what hangs on them
-    would be something else by then.
-    """
-
-    def __init__(self) -> None:
-        self.counts: Counter[int] = Counter()
-        self._numbers: dict[int, tuple[int, Any]] = {}
-        self._next = itertools.count()
-
-    def number(self, tensor: torch.Tensor) -> int:
-        """Of its storage."""
-        key = _key(tensor)
-        if key not in self._numbers:
-            numbers = self._numbers
-
-            def gone(_: Any) -> None:
-                numbers.pop(key, None)
-
-            numbers[key] = next(self._next), weakref.ref(tensor.untyped_storage(), gone)
-        return self._numbers[key][0]
-
-    def of(self, tensor: torch.Tensor) -> int:
-        """Times that its storage was written so."""
-        return self.counts[self.number(tensor)]
-
-    def note(self, written: Iterable[torch.Tensor]) -> None:
-        """Count these."""
-        self.counts.update(map(self.number, written))
-
-    def forget_storages(self) -> None:
-        """Nothing more will be counted."""
-        self._numbers.clear()
-
-
-class _Kept:
-    """A tensor that is kept, by the hooks that were in force outside."""
-
-    __slots__ = ("_number", "_packed", "_unpack", "_value", "_version", "_writes", "_written")
-
-    def __init__(self, tensor: torch.Tensor, outer: Any, writes: _Writes) -> None:
-        self._value: torch.Tensor | None = without_node(tensor) if outer is None else None
-        with keeps_inputs():
-            self._packed = None if outer is None else outer[0](tensor)
-        self._unpack = None if outer is None else outer[1]
-        self._version = tensor._version
-        # Not by its address: where a region outside keeps it, another may lie there by now.
-        self._writes, self._number = writes, writes.number(tensor)
-        self._written = writes.counts[self._number]
-
-    def value(self) -> torch.Tensor:
-        changed = self._writes.counts[self._number] != self._written
-        if self._value is None:  # a region's tensor can be asked for only once
-            assert self._unpack is not None
-            self._value = self._unpack(self._packed).detach()
-        elif self._unpack is None:
-            changed |= self._value._version != self._version
-        if changed:
-            raise RuntimeError(
-                f"a tensor of shape {tuple(self._value.shape)} was changed in place after a "
-                "function read it whose output is to be recomputed; change a copy, or keep the "
-                "block whole (checkpointing 'none', or 'keep' in a schedule)"
-            )
-        return self._value
-
-
-class _Recipe:
-    """How to make one output, and how many saved tensors still wait for it."""
-
-    __slots__ = ("args", "cast", "func", "kwargs", "made", "part", "pinned", "readers", "roots")
-
-    def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.func, self.args, self.kwargs = func, args, kwargs
-        self.cast: AbstractContextManager[Any] = nullcontext()
-        """The autocast state when it ran."""
-        self.roots: frozenset[int] = frozenset()
-        """Numbers of the tensors that are kept for it."""
-        self.made: torch.Tensor | None = None
-        self.readers = 0
-        self.part = 0
-        self.pinned: _Kept | None = None
-        """The output itself, where something outside keeps it anyway."""
-
-    def pin(self, tensor: torch.Tensor, outer: Any, writes: _Writes) -> None:
-        """Keep the output after all, and nothing it was made from."""
-        if self.pinned is None:
-            self.pinned, self.args = _Kept(tensor.detach(), outer, writes), ()
-
-    def make(self) -> torch.Tensor:
-        """Run it, and what it starts from; held while more readers wait."""
-        if self.pinned is not None:
-            return self.pinned.value()
-        if self.made is not None:
-            return self.made
-        with torch.no_grad(), self.cast:
-            resolved = tuple(map(_resolved, self.args))
-            args, kwargs = without_statistics(self.func, resolved, self.kwargs)
-            made = self.func(*args, **kwargs)
-        assert isinstance(made, torch.Tensor)
-        if self.readers:
-            self.made = made
-        return made
-
-
-def _resolved(argument: Any) -> Any:
-    if isinstance(argument, _Kept):
-        return argument.value()
-    return argument.of(argument.recipe.make()) if isinstance(argument, _View) else argument
 
 
 class Recipes:
@@ -190,11 +59,11 @@ class Recipes:
     def __init__(self, *, wide: bool = False, every: int | None = None) -> None:
         self._wide, self._every = wide, every
         self._nodes = 0
-        self._noted: dict[int, tuple[_Recipe, Any, Any]] = {}
+        self._noted: dict[int, tuple[Recipe, Any, Any]] = {}
         """Storage → the recipe of what lies in it, of which version and kind, and when it goes."""
-        self._current: tuple[_Recipe, Callable[[torch.Tensor], bool]] | None = None
+        self._current: tuple[Recipe, Callable[[torch.Tensor], bool]] | None = None
         self._outer: Any = None
-        self._writes = _Writes()
+        self._writes = Writes()
 
     def __enter__(self) -> Recipes:
         self._outer = active_saved_tensors_hooks()
@@ -237,7 +106,11 @@ class Recipes:
         first: torch.Tensor = args[0]
 
         def is_output(tensor: torch.Tensor) -> bool:
-            new = _key(tensor) == _key(first) if in_place else _key(tensor) not in given
+            new = (
+                storage_key(tensor) == storage_key(first)
+                if in_place
+                else storage_key(tensor) not in given
+            )
             return new and tensor.shape == first.shape
 
         if func in SAVES_OUTPUT:
@@ -247,7 +120,7 @@ class Recipes:
         finally:
             self._current = None
         with _unseen():
-            if isinstance(out, torch.Tensor) and (in_place or _key(out) not in given):
+            if isinstance(out, torch.Tensor) and (in_place or storage_key(out) not in given):
                 read = args[1] if func is torch.addmm else first
                 wide = func not in WIDENING or out.numel() >= WIDE * read.numel()
                 if wide or self._every is not None:
@@ -256,7 +129,7 @@ class Recipes:
 
     def _begun(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[_Recipe, bool, set[int]] | None:
+    ) -> tuple[Recipe, bool, set[int]] | None:
         """The recipe of an output to be, whether it overwrites, and the storages it reads."""
         if not self._chosen(func, args) or not torch.is_grad_enabled():
             return None
@@ -266,14 +139,14 @@ class Recipes:
         if in_place and (self._recipe(first) is None or not _is_whole(first)):
             return None  # what it overwrites could not be recomputed
         second = getattr(func, "cheap_to_recompute", tuple)(args)
-        recipe = _Recipe(func, tuple(self._argument(a) for a in second), rest)
+        recipe = Recipe(func, tuple(self._argument(a) for a in second), rest)
         device = first.device.type
         if device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
             kind = torch.get_autocast_dtype(device)
             recipe.cast = torch.autocast(device, kind, cache_enabled=False)
         recipe.part = self._part
         recipe.roots = self._roots(args)
-        given = {_key(a) for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)}
+        given = {storage_key(a) for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)}
         return recipe, in_place, given
 
     def _chosen(self, func: Any, args: tuple[Any, ...]) -> bool:
@@ -320,7 +193,7 @@ class Recipes:
         recipe = self._recipe(tensor)
         if recipe is not None and recipe.part < self._part:
             recipe.pin(tensor, self._outer, self._writes)
-            del self._noted[_key(tensor)]
+            del self._noted[storage_key(tensor)]
 
     def _argument(self, argument: Any) -> Any:
         if not isinstance(argument, torch.Tensor):
@@ -328,22 +201,22 @@ class Recipes:
         if argument.is_leaf and argument.requires_grad and type(argument) is not nn.Parameter:
             return argument
         if argument.is_leaf:  # a buffer or parameter: the block may write it in place
-            return _Kept(argument, None, self._writes)
+            return Kept(argument, None, self._writes)
         recipe = self._recipe(argument)
         if recipe is not None:
-            return _View(recipe, argument)
-        return _Kept(argument, self._outer, self._writes)
+            return View(recipe, argument)
+        return Kept(argument, self._outer, self._writes)
 
-    def _recipe(self, tensor: torch.Tensor) -> _Recipe | None:
+    def _recipe(self, tensor: torch.Tensor) -> Recipe | None:
         """How the tensor was made, unless it was changed since, or is read as something else."""
-        noted = self._noted.get(_key(tensor))
+        noted = self._noted.get(storage_key(tensor))
         if noted is None:  # nothing is asked of it: a sparse weight would become dense to answer
             return None
         read = self._writes.of(tensor), *_reading(tensor)
         return noted[0] if noted[1] == read else None
 
-    def _note(self, out: torch.Tensor, recipe: _Recipe) -> None:
-        key, storage = _key(out), out.untyped_storage()
+    def _note(self, out: torch.Tensor, recipe: Recipe) -> None:
+        key, storage = storage_key(out), out.untyped_storage()
 
         def gone(_: Any) -> None:
             self._noted.pop(key, None)
@@ -362,10 +235,10 @@ class Recipes:
         if recipe is None:
             return Saved(tensor, self._outer)
         recipe.readers += 1
-        return _View(recipe, tensor)
+        return View(recipe, tensor)
 
 
-def _unpack(packed: Saved | _View) -> torch.Tensor:
+def _unpack(packed: Saved | View) -> torch.Tensor:
     if isinstance(packed, Saved):
         return packed.value()
     made = packed.of(packed.recipe.make())
@@ -384,10 +257,6 @@ class _CallWatch(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         return self._recipes.call(func, args, kwargs or {})
-
-
-def _key(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 def _reading(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -1,4 +1,14 @@
-"""A traced step cut into the stages of a chain: head, blocks, tail, forward and backward."""
+"""A traced step cut into the stages of a chain: head, blocks, tail, forward and backward.
+
+A model of two blocks, whose step has 100 operations before the update:
+
+    operations   0 … 9   10 … 19   20 … 29   30 … 34   35 … 44   45 … 64   65 … 84   85 … 99
+    stage        head    block 1   block 2   tail      tail      block 2   block 1   head
+                 forward                               backward
+
+`BlockWatch` notes by hooks where each block begins and ends, forward and backward; `StagedRun` adds
+up what each stage makes, keeps and costs.
+"""
 
 from __future__ import annotations
 

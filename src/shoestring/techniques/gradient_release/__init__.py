@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 
@@ -55,7 +55,7 @@ class GradientRelease(Technique):
     updates_in_backward: ClassVar[bool] = True
 
     wanted: bool = True
-    fold: bool | str = True
+    fold: bool | Literal["all"] = True
 
     def __post_init__(self) -> None:
         if self.fold not in (True, False, "all"):

@@ -6,7 +6,7 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self, cast
 
 import torch
 
@@ -30,6 +30,9 @@ _LOSSES = ((8, 0.1), (4, 0.8), (2, 3.0), (1, 10.0))
 """Points of accuracy lost when BatchNorm sees so many examples, WRN-28-2 on CIFAR-10: 10 and 4 from
 the report's Table 2; 8, 2 and 1 are our guesses, it gives no number for them. They order plans and
 promise nothing."""
+
+
+Unit = Literal["examples", "tokens"]
 
 
 @register
@@ -86,9 +89,9 @@ class Microbatching(Technique):
 
     size: int
     weight: LossUnits | None = None
-    accumulate: str = "parameter"
+    accumulate: Literal["parameter", "compensated"] = "parameter"
     simulated: bool = False
-    unit: str = "examples"
+    unit: Unit = "examples"
     units: LossUnits = AUTO
 
     def __post_init__(self) -> None:
@@ -215,7 +218,7 @@ class Microbatching(Technique):
 
     def counting(self, unit: str, each: int) -> Self:
         """In tokens, so that examples of other lengths take as much."""
-        return replace(self, size=self.size * each, unit=unit)
+        return replace(self, size=self.size * each, unit=cast(Unit, unit))
 
     def examples_together(self, batch: Any) -> int:
         """Simulated ones too are normalized together."""

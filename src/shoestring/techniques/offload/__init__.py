@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -18,8 +18,9 @@ from ..host import check_folder, check_room, folder_for, pinned_size
 from ..offers import Context, Offer, Update, Updates
 from ..optimizers import ELEMENTWISE, whole_elements
 from ..registry import register
+from .link import buffer_sizes, which_move
 from .state import OffloadedState, keep_on_host
-from .update import MappedUpdate, StreamedUpdate, buffer_sizes, which_move
+from .update import MappedUpdate, StreamedUpdate
 
 __all__ = ["Offload"]
 
@@ -55,7 +56,7 @@ class Offload(Technique):
     updates_apart: ClassVar[bool] = True
     runs_eagerly: ClassVar[bool] = True
 
-    what: str = "state"
+    what: Literal["state"] = "state"
     smallest: int = 4096
     folder: str | None = None
     share: float = 1.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -60,7 +60,7 @@ class OptimizerState(Technique):
     leaves_passes: ClassVar[bool] = True
     state_first: ClassVar[bool] = True
 
-    bits: int = 8
+    bits: Literal[8, 4] = 8
     smallest: int = 4096
     seed: int = 0
 

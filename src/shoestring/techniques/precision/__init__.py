@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 
@@ -27,6 +27,7 @@ from .state import PrecisionState
 from .trial import runs_in
 from .update import NarrowUpdate
 
+Kind = Literal["fp32", "fp16", "bf16"]
 _TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -59,8 +60,8 @@ class Precision(Technique):
     addable: ClassVar[bool] = True
     updates_apart: ClassVar[bool] = True
 
-    kind: str
-    rounding: str | None = None
+    kind: Kind
+    rounding: Literal["nearest", "stochastic"] | None = None
     initial_scale: float = 2.0**15
     growth_interval: int = 2000
     seed: int = 0
@@ -111,7 +112,7 @@ class Precision(Technique):
         for kind in dict.fromkeys((context.narrow, "bf16", "fp16")):
             if runs_in(context, _TYPES[kind]):
                 scales = Scales(width=0.5, number_type=kind)
-                yield Offer(cls(kind), "16-bit rounding", scales, LOSSINESS)
+                yield Offer(cls(cast(Kind, kind)), "16-bit rounding", scales, LOSSINESS)
                 return
 
     def estimate_update(self, updates: Updates) -> Update | None:
@@ -178,7 +179,7 @@ class Precision(Technique):
             )
         rounding = self.rounding or ("nearest" if target is torch.float16 else "stochastic")
         update = NarrowUpdate(setup.optimizer, scale, noise, stochastic=rounding == "stochastic")
-        setup.undo.append(update.convert_state())
+        setup.undo.append(update.state.convert())
         setup.update = update
         setup.state[self.name] = PrecisionState(scale, noise)
         setup.loss_scale, setup.update_on_device = scale, True

@@ -7,12 +7,13 @@ little memory, however a model is made.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from ...torch_private.kernels import foreach_copy_
+from ...trace.fakes import is_fake
 
 LARGEST = 2**20
 SMALLEST = 2**14
@@ -33,6 +34,8 @@ class Piece:
     rows: Rows
     index: int
     last: bool
+    times: int = 1
+    """How many alike it stands for, in a trace."""
 
     @property
     def narrow(self) -> torch.Tensor:
@@ -53,6 +56,11 @@ class UpdateBlock:
     group: dict[str, Any]
     keys: tuple[str, ...]
     pieces: list[Piece]
+
+    @property
+    def times(self) -> int:
+        """How many alike it stands for, in a trace: a piece that does is alone in its block."""
+        return self.pieces[0].times
 
 
 @dataclass(frozen=True)
@@ -87,17 +95,27 @@ def gather(tensors: list[torch.Tensor], dtype: torch.dtype) -> Flat:
     return Flat(whole, views)
 
 
+def pieces(parameter: torch.Tensor, rows: list[Rows]) -> list[Piece]:
+    """All of them; of a fake tensor one stands for those between, which no others join in a block.
+
+    The last may be smaller and share a block with the one before it.
+    """
+    found = [Piece(parameter, part, i, i == len(rows) - 1) for i, part in enumerate(rows)]
+    if not is_fake(parameter) or len(rows) < 5:
+        return found
+    return [found[0], replace(found[1], times=len(rows) - 3), *found[-2:]]
+
+
 def blocks(
     work: Iterable[tuple[dict[str, Any], tuple[str, ...], torch.Tensor, list[Rows]]], elements: int
 ) -> Iterator[UpdateBlock]:
     """(settings, names of state, parameter, its rows) → blocks of about so many elements."""
     open_blocks: dict[Any, UpdateBlock] = {}
     filled: dict[Any, int] = {}
-    for group, keys, parameter, pieces in work:
+    for group, keys, parameter, rows in work:
         alike = id(group), keys, parameter.dtype
-        for index, rows in enumerate(pieces):
-            piece = Piece(parameter, rows, index, index == len(pieces) - 1)
-            size = parameter.numel() if rows is ... else parameter[rows].numel()
+        for piece in pieces(parameter, rows):
+            size = parameter.numel() if piece.rows is ... else parameter[piece.rows].numel()
             if alike in open_blocks and filled[alike] + size > elements:
                 yield open_blocks.pop(alike)
             if alike not in open_blocks:

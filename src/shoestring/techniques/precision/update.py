@@ -27,7 +27,6 @@ One update, from the three ways the one that can:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -39,9 +38,10 @@ from ...torch_private.fake_tensors import FakeTensor
 from ...torch_private.kernels import foreach_mul_
 from ...trace.cuda import is_dense, on_cuda
 from ...trace.fakes import is_fake, readable
+from ...trace.passes import standing_for
 from ..optimizers import ELEMENTWISE
 from .blocks import Piece, Rows, UpdateBlock, block_elements, blocks, cut, gather
-from .convert import cast
+from .loading import StoredState
 from .moments import SUFFIX, MomentStorage, is_moment, write
 from .reference_copy import fused_sgd, reference_copy, single
 from .scaling import LossScale
@@ -72,6 +72,7 @@ class NarrowUpdate:
         """Of a block; the same where ranks split what the optimizer holds."""
         self._elementwise = type(optimizer) in ELEMENTWISE
         self._reference = reference_copy(optimizer)
+        self.state = StoredState(optimizer, self._storage, self._rows)
 
     @torch.no_grad()
     def __call__(self) -> None:
@@ -100,7 +101,8 @@ class NarrowUpdate:
             for group, parameter in unknown:
                 self._first(group, parameter, skip, inverse)
             for block in self._blocks(begun):
-                self._update(block, skip, inverse)
+                with standing_for(block.times):
+                    self._update(block, skip, inverse)
         if scale is not None:
             scale.adjust()
         optimizer._opt_called = True  # type: ignore[attr-defined] # asked by LR schedulers
@@ -144,7 +146,7 @@ class NarrowUpdate:
             return
         block = UpdateBlock(group, (), [Piece(parameter, ..., 0, True)])
         (made,) = self._computed(block, [{}], skip, inverse, zero=True)
-        self._optimizer.state[parameter] = self._stored(parameter, made)
+        self._optimizer.state[parameter] = self.state.stored(parameter, made)
 
     def _update(
         self, block: UpdateBlock, skip: torch.Tensor | None, inverse: torch.Tensor | None
@@ -203,16 +205,16 @@ class NarrowUpdate:
         return cut(parameter, self.elements) if self._elementwise else [...]
 
     def _blocks(self, work: Gradients) -> list[UpdateBlock]:
-        listed = []
-        for group, parameter in work:
-            state = self._optimizer.state[parameter]
-            keys = tuple(
-                key
-                for key, value in state.items()
-                if is_moment(key, value) and value.shape == parameter.shape and SUFFIX not in key
-            )
-            listed.append((group, keys, parameter, self._rows(parameter)))
+        listed = [(group, self._keys(p), p, self._rows(p)) for group, p in work]
         return list(blocks(listed, self.elements if self._elementwise else 0))
+
+    def _keys(self, parameter: torch.Tensor) -> tuple[str, ...]:
+        """The moments that are kept for each element."""
+        return tuple(
+            key
+            for key, value in self._optimizer.state[parameter].items()
+            if is_moment(key, value) and value.shape == parameter.shape and SUFFIX not in key
+        )
 
     def _can_fuse(self, work: Gradients) -> bool:
         return (
@@ -244,86 +246,16 @@ class NarrowUpdate:
         )
 
     def _run_kernels(self, work: Gradients) -> None:
-        states, blocks = self._optimizer.state, self._blocks(work)
-        if any(is_fake(parameter) for _, parameter in work):
-            for block in blocks:  # read and written where they are
-                for piece in block.pieces:
-                    moments = [states[piece.parameter][key][piece.rows] for key in block.keys]
-                    foreach_mul_([piece.narrow, *moments], 1)
+        states = self._optimizer.state
+        if any(is_fake(parameter) for _, parameter in work):  # read and written where they are
+            moments = [states[p][key] for _, p in work for key in self._keys(p)]
+            foreach_mul_([*(p.detach() for _, p in work), *moments], 1)
             return
+        blocks = self._blocks(work)
         from . import fused  # needs Triton
 
         update = fused.sgd if isinstance(self._optimizer, SGD) else fused.adam
         update(states, blocks, self._drawing, self._scale, stochastic=self._noise is not None)
-
-    def convert_state(self) -> Callable[[], None]:
-        """Store what state there is; state loaded later from an FP32 run too. Returns the undo."""
-        optimizer = self._optimizer
-        original = dict(optimizer.state)
-        for parameter, state in original.items():
-            optimizer.state[parameter] = self._stored(parameter, state)
-        handles = (
-            optimizer.register_load_state_dict_pre_hook(self._loading),
-            optimizer.register_state_dict_post_hook(_marked),
-        )
-
-        def undo() -> None:
-            for handle in handles:
-                handle.remove()
-            optimizer.state.clear()
-            optimizer.state.update(original)
-
-        return undo
-
-    def _loading(self, optimizer: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
-        groups = [group for group in loaded["param_groups"] if _MARK not in group]
-        loaded = {**loaded, "param_groups": groups}
-        names = [name for group in groups for name in group["params"]]
-        held = [p for group in optimizer.param_groups for p in group["params"]]
-        parameters = dict(zip(names, held, strict=False))
-        state = {
-            name: self._stored(parameters[name], value) if name in parameters else value
-            for name, value in loaded["state"].items()
-        }
-        return {**loaded, "state": state}
-
-    @torch.no_grad()
-    def _stored(self, parameter: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
-        """State of any kind as it is kept; a copy."""
-        made: dict[str, Any] = {}
-        for key, value in state.items():
-            if not isinstance(value, torch.Tensor):
-                made[key] = value
-                continue
-            value = value.to(parameter.device, copy=True)
-            if not is_moment(key, value) or value.dtype is parameter.dtype:
-                made[key] = value
-            elif SUFFIX in key:
-                made[key] = cast(value, parameter.dtype)
-            elif value.shape != parameter.shape:
-                made[key] = value
-            else:
-                rows = self._rows(parameter)
-                self._storage.make(made, key, parameter.detach(), len(rows))
-                for index, part in enumerate(rows):
-                    block = UpdateBlock({}, (key,), [Piece(parameter, part, index, True)])
-                    wide = gather([value[part]], torch.float32)
-                    self._storage.write(block, [made], key, wide, None)
-        return made
-
-
-_MARK = "moments_in_16_bits"
-
-
-def _marked(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """A state with exponents beside its moments, with one group more than there is.
-
-    A plain optimizer would take it for its own, without the exponents, and train on wrong moments;
-    so it says that the number of groups differs. Ours takes the group away.
-    """
-    if not any(SUFFIX in key for held in state["state"].values() for key in held):
-        return state
-    return {**state, "param_groups": [*state["param_groups"], {"params": [], _MARK: True}]}
 
 
 def kernels_know(optimizer: Optimizer) -> bool:

@@ -1,27 +1,31 @@
-"""A few examples through the model: whole and in parts, their losses and their gradients."""
+"""Whether a loss splits: a few examples run whole and in parts, and are compared.
+
+Four examples with 2, 1, 3 and 2 labels, cut after the first:
+
+    whole                       loss 2.0
+    parts    1 | 2 3 4          losses 1.1 and 2.3
+    by examples                 1/4 · 1.1 + 3/4 · 2.3 = 2.0    fits
+    by labels                   2/8 · 1.1 + 6/8 · 2.3 = 2.0    fits as well
+
+Another cut tells these two apart. A candidate must also fit where the labels are changed, where one
+example is there several times, and for gradients. The one that is left is the unit of the loss; if
+none is, the result says why.
+"""
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from ...trace.attributes import assigned
-from ...trace.batches import map_tensors
-from ...trace.blocks import is_normalization
-from ...trace.hooked import copy_gradient_hooks
 from ...trace.split import cut, examples_of
-from ...trace.streams import kept_streams
 from ...trace.tracing import Loss
-from ...trace.wide import staying_wide, wide_batch, wide_model
+from ...trace.wide import wide_batch
 from ..base import LossUnits
 from . import SplitFound
-from .bounds import InBounds
 from .candidates import (
     changed,
     ends_the_process,
@@ -31,7 +35,8 @@ from .candidates import (
     none_ignored,
     repeated,
 )
-from .draws import Slices, open_kernels
+from .draws import Slices
+from .runs import CopyRuns, in_type_of
 from .units import EXAMPLES, SUM, Units, weights
 from .values import TOLERANCES, Failed, Values, Watched
 
@@ -39,10 +44,6 @@ CUTS = (1, 2)
 """Where a few examples are cut in two; a cut that does not run (of one example) is left out."""
 GRADIENT_ELEMENTS = 2**20
 """Of parameters whose gradients are compared."""
-
-
-Left = dict[tuple[str, str], Any]
-"""Path of a module and name of an attribute → what a pass left there."""
 
 
 class ExampleRuns:
@@ -57,13 +58,11 @@ class ExampleRuns:
         wide: bool,
         cuts: tuple[int, ...] = CUTS,
     ) -> None:
-        self.wide, self._model, self._loss, self._cuts = wide, model, loss, cuts
+        self._model, self._cuts = model, cuts
+        self._runs = CopyRuns(model, loss, wide=wide)
         self._examples = examples_of(batch) or 0
         self._batch = wide_batch(batch) if wide else in_type_of(model, batch)
         self._seen: Watched | None = None
-        self._open = self._needs_gradients = False
-        self._left: Left = {}
-        """By the last run."""
 
     @property
     def runs(self) -> bool:
@@ -93,7 +92,7 @@ class ExampleRuns:
         if not kept:
             why = self._reason(self._seen, read)
             return SplitFound(EXAMPLES, False, why)
-        if self._left and (carried := self._carried()):
+        if self._runs.left and (carried := self._carried()):
             why = f"each part reads what the one before it left in {carried}"
             return SplitFound(EXAMPLES, False, why)
         units = kept[0]
@@ -201,7 +200,7 @@ class ExampleRuns:
             parts = [cut(batch, *one) for one in rows]
             try:
                 each = [
-                    float(self._run(part, Slices(draws, one, self._examples)))
+                    float(self._runs.run(part, Slices(draws, one, self._examples)))
                     for part, one in zip(parts, rows, strict=True)
                 ]
             except Failed as error:
@@ -215,14 +214,14 @@ class ExampleRuns:
     def _whole(self, batch: Any) -> tuple[float, Any]:
         seen = Watched()
         try:
-            value = float(self._run(batch, seen))
+            value = float(self._runs.run(batch, seen))
         except Failed as error:
-            if self._needs_gradients or error.unclear:
+            if self._runs.needs_gradients or error.unclear:
                 raise
-            self._needs_gradients = True  # a penalty, an inner step: the loss takes gradients
+            self._runs.needs_gradients = True  # a penalty, an inner step: the loss takes gradients
             return self._whole(batch)
-        if seen.hidden is not None and not self._open:
-            self._open = True  # repeat with kernels whose draws can be cut
+        if seen.hidden is not None and not self._runs.open:
+            self._runs.open = True  # repeat with kernels whose draws can be cut
             return self._whole(batch)
         if self._seen is None:
             self._seen = seen
@@ -238,78 +237,19 @@ class ExampleRuns:
         first, second = (cut(self._batch, n * size, (n + 1) * size) for n in (0, 1))
         rows = Slices(draws, (size, 2 * size), self._examples)
         try:
-            self._run(first, Slices(draws, (0, size), self._examples))
-            left = self._left
-            alone = float(self._run(second, rows))
+            self._runs.run(first, Slices(draws, (0, size), self._examples))
+            left = self._runs.left
+            alone = float(self._runs.run(second, rows))
         except Failed:  # a part of this size does not run, so it reads nothing
             return None
         for key, value in left.items():
             try:
-                after = float(self._run(second, rows, given={key: value}))
+                after = float(self._runs.run(second, rows, given={key: value}))
             except Failed:
                 after = math.inf
             if not math.isclose(alone, after, rel_tol=1e-9) and not math.isnan(alone):
                 return ".".join(filter(None, key))
         return None
-
-    def _run(
-        self,
-        batch: Any,
-        mode: Any,
-        parameters: Sequence[torch.Tensor] | None = None,
-        given: Left | None = None,
-    ) -> Any:
-        """The loss, or with `parameters` its gradients; on a copy that is thrown away.
-
-        The copy has the attributes that are `given`.
-        """
-        rewind = kept_streams()
-        try:
-            with self._copy() as (model, memo), self._context(), mode:
-                for (path, name), value in (given or {}).items():
-                    model.get_submodule(path).__dict__[name] = value
-                before = [dict(vars(module)) for module in model.modules()]
-                with torch.set_grad_enabled(self._needs_gradients or parameters is not None):
-                    value = self._loss(model, map_tensors(torch.clone, batch))
-                self._left = assigned(model, before)
-                if not isinstance(value, torch.Tensor) or value.numel() != 1:
-                    raise Failed("the loss is not one number")
-                if parameters is None:
-                    return value.detach()
-                wanted = [memo[id(p)] for p in parameters]
-                return torch.autograd.grad(value, wanted, allow_unused=True)
-        except Failed:
-            raise
-        except torch.OutOfMemoryError as error:
-            raise Failed("out of memory", unclear=True) from error
-        except Exception as error:
-            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise Failed(first) from error
-        finally:
-            rewind()
-
-    @contextmanager
-    def _context(self) -> Iterator[None]:
-        wide: Any = staying_wide() if self.wide else nullcontext()
-        guarded: Any = InBounds() if next(self._model.parameters()).is_cuda else nullcontext()
-        with open_kernels() if self._open else nullcontext(), wide, guarded:
-            yield
-
-    @contextmanager
-    def _copy(self) -> Iterator[tuple[nn.Module, dict[int, Any]]]:
-        """All that is not a parameter is copied; parameters are too where they become FP64."""
-        memo: dict[int, Any] = {}
-        if self.wide:
-            made = wide_model(self._model, memo)
-        else:
-            memo = {id(p): p for p in self._model.parameters()}
-            made = copy.deepcopy(self._model, memo)
-        held = ((p, memo.get(id(p), p)) for p in self._model.parameters())
-        copy_gradient_hooks(held)
-        for module in made.modules():
-            if is_normalization(module):
-                module.eval()
-        yield made, memo
 
     def _gradients_agree(self, parts: list[Any], units: str | Units, batch: Any = None) -> bool:
         """Of as many parameters as are small."""
@@ -323,13 +263,15 @@ class ExampleRuns:
                 break
             chosen.append(p)
         seen = Watched()
-        whole = self._run(self._batch if batch is None else batch, seen, chosen)
+        whole = self._runs.run(self._batch if batch is None else batch, seen, chosen)
         totals: list[Any] = [None] * len(chosen)
         start = 0
         for part, weight in zip(parts, weights(units, parts), strict=True):
             stop = start + (examples_of(part) or 0)
             if float(weight):
-                made = self._run(part, Slices(seen.draws, (start, stop), self._examples), chosen)
+                made = self._runs.run(
+                    part, Slices(seen.draws, (start, stop), self._examples), chosen
+                )
                 for number, gradient in enumerate(made):
                     if gradient is not None:
                         term = gradient.double() * float(weight)
@@ -351,13 +293,3 @@ class ExampleRuns:
             if not error <= 10 * tolerance * max(own, 1e-3 * scale):
                 return False
         return True
-
-
-def in_type_of(model: nn.Module, batch: Any) -> Any:
-    """In 16 bits where the model is: a step in 16 bits casts its batch, too."""
-    narrow = (torch.float16, torch.bfloat16)
-    kinds = {p.dtype for p in model.parameters()} & set(narrow)
-    if len(kinds) != 1:
-        return batch
-    kind = kinds.pop()
-    return map_tensors(lambda t: t.to(kind) if t.dtype is torch.float32 else t, batch)

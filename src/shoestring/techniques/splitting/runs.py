@@ -1,0 +1,107 @@
+"""A few examples through a copy of the model, which is thrown away: a loss, or its gradients."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...trace.attributes import assigned
+from ...trace.batches import map_tensors
+from ...trace.blocks import is_normalization
+from ...trace.hooked import copy_gradient_hooks
+from ...trace.streams import kept_streams
+from ...trace.tracing import Loss
+from ...trace.wide import staying_wide, wide_model
+from .bounds import InBounds
+from .draws import open_kernels
+from .values import Failed
+
+Left = dict[tuple[str, str], Any]
+"""Path of a module and name of an attribute → what a pass left there."""
+
+
+class CopyRuns:
+    """The model in FP64 or as it is."""
+
+    def __init__(self, model: nn.Module, loss: Loss, *, wide: bool) -> None:
+        self.wide, self._model, self._loss = wide, model, loss
+        self.open = False
+        """With kernels whose draws can be cut."""
+        self.needs_gradients = False
+        """The loss takes gradients itself: a penalty, an inner step."""
+        self.left: Left = {}
+        """By the last run."""
+
+    def run(
+        self,
+        batch: Any,
+        mode: Any,
+        parameters: Sequence[torch.Tensor] | None = None,
+        given: Left | None = None,
+    ) -> Any:
+        """The loss, or with `parameters` its gradients; on a copy that is thrown away.
+
+        The copy has the attributes that are `given`.
+        """
+        rewind = kept_streams()
+        try:
+            with self._copy() as (model, memo), self._context(), mode:
+                for (path, name), value in (given or {}).items():
+                    model.get_submodule(path).__dict__[name] = value
+                before = [dict(vars(module)) for module in model.modules()]
+                with torch.set_grad_enabled(self.needs_gradients or parameters is not None):
+                    value = self._loss(model, map_tensors(torch.clone, batch))
+                self.left = assigned(model, before)
+                if not isinstance(value, torch.Tensor) or value.numel() != 1:
+                    raise Failed("the loss is not one number")
+                if parameters is None:
+                    return value.detach()
+                wanted = [memo[id(p)] for p in parameters]
+                return torch.autograd.grad(value, wanted, allow_unused=True)
+        except Failed:
+            raise
+        except torch.OutOfMemoryError as error:
+            raise Failed("out of memory", unclear=True) from error
+        except Exception as error:
+            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise Failed(first) from error
+        finally:
+            rewind()
+
+    @contextmanager
+    def _context(self) -> Iterator[None]:
+        wide: Any = staying_wide() if self.wide else nullcontext()
+        guarded: Any = InBounds() if next(self._model.parameters()).is_cuda else nullcontext()
+        with open_kernels() if self.open else nullcontext(), wide, guarded:
+            yield
+
+    @contextmanager
+    def _copy(self) -> Iterator[tuple[nn.Module, dict[int, Any]]]:
+        """All that is not a parameter is copied; parameters are too where they become FP64."""
+        memo: dict[int, Any] = {}
+        if self.wide:
+            made = wide_model(self._model, memo)
+        else:
+            memo = {id(p): p for p in self._model.parameters()}
+            made = copy.deepcopy(self._model, memo)
+        held = ((p, memo.get(id(p), p)) for p in self._model.parameters())
+        copy_gradient_hooks(held)
+        for module in made.modules():
+            if is_normalization(module):
+                module.eval()
+        yield made, memo
+
+
+def in_type_of(model: nn.Module, batch: Any) -> Any:
+    """In 16 bits where the model is: a step in 16 bits casts its batch, too."""
+    narrow = (torch.float16, torch.bfloat16)
+    kinds = {p.dtype for p in model.parameters()} & set(narrow)
+    if len(kinds) != 1:
+        return batch
+    kind = kinds.pop()
+    return map_tensors(lambda t: t.to(kind) if t.dtype is torch.float32 else t, batch)
