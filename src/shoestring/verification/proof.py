@@ -4,7 +4,7 @@
                                            ├─ 3e-7 apart; "within rounding" allows 2e-6 here: ok
     by the plan        loss, gradients, … ─┘
 
-The claim of a plan says how far apart a row may be (`Proof._row`):
+The claim for a row says how far apart it may be (`Proof._row`):
 
     equal              no bit differs
     within rounding    a multiple of what rounding does to plain training, measured beside FP64
