@@ -196,6 +196,28 @@ class Custom(nn.Module):
         return self.conv(x.unsqueeze(1))
 
 
+class Moving(nn.Module):
+    """Codes that follow what was seen, written through `.data`, and through a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.codes = nn.Parameter(torch.randn(8, WIDTH), requires_grad=False)
+        self.total = nn.Parameter(torch.zeros(8, WIDTH), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inside = self.into(x)
+        nearest = (inside.detach() @ self.codes.t()).argmax(1)
+        chosen = self.codes[nearest].clone()
+        rows, later = self.total[:4], self.total.data
+        with torch.no_grad():
+            self.codes.data.mul_(0.9).add_(inside.mean(0))
+            rows.add_(inside[:4])
+            self.codes.detach()[0] = self.into.weight[0]
+            later[5] += 1
+        return self.out(inside + chosen + self.total.sum(0))
+
+
 class Adapted(nn.Module):
     """Layers that do not train, with small ones that do."""
 
@@ -237,6 +259,7 @@ STRANGERS: dict[str, tuple[Callable[[], nn.Module], Any, Any]] = {
     "recurrent": (Recurrent, data(), square),
     "attention": (Attention, data(), square),
     "custom": (Custom, data(), square),
+    "moving": (Moving, data(), square),
     "adapted": (Adapted, data(), square),
     "penalty": (smooth, data(), penalty),
     "functional": (smooth, data(), functional),
@@ -361,6 +384,21 @@ def test_a_weight_that_changes_between_the_passes_is_an_error(streamed: None) ->
         linear.weight.mul_(2)
     with pytest.raises(RuntimeError, match="changed in place after it was saved"):
         out.sum().backward()
+
+
+def test_weights_that_are_read_past_functions_are_told(streamed: None) -> None:
+    stacked = nn.Module()
+    stacked.weight = nn.Parameter(torch.randn(3, WIDTH, WIDTH))
+
+    def mapped(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        each = torch.vmap(lambda weight, x: x @ weight, in_dims=(0, None))
+        return each(model.weight, x).square().mean()
+
+    step = ss.apply([ON_HOST], stacked, OPTIMIZERS["sgd"](stacked), loss=mapped)
+    before = stacked.weight.clone()
+    with pytest.raises(InputError, match="past PyTorch's functions"):
+        step(data())
+    assert torch.equal(stacked.weight, before)
 
 
 def test_between_calls_nothing_is_on_the_device(streamed: None) -> None:

@@ -203,10 +203,21 @@ class WeightOffload(Technique):
         run, passes_back = setup.run, setup.backward
         update, optimizer = setup.update, setup.optimizer
 
+        first = True
+
         def streamed(batch: Any) -> torch.Tensor:
+            nonlocal first
             store.clear()
             with SavingWeights(store):
-                return run(batch)
+                loss = run(batch)
+            if first and not is_fake(loss) and bool(loss.isnan()):
+                raise InputError(
+                    "the loss is NaN in the first step: plainly, too, or the model reads weights "
+                    "past PyTorch's functions (torch.func.vmap does), which finds NaN there",
+                    hint="leave out weight_offload",
+                )
+            first = False
+            return loss
 
         def backward(value: torch.Tensor) -> None:
             passes_back(value)

@@ -4,7 +4,7 @@ A parameter gets a subclass of its class. Every function of PyTorch that is call
 here first: the numbers are brought to the device, the function runs, and they go. What autograd
 saves of them is a `SavedWeight`: when backward reads it, they are brought again. Functions that
 write leave a copy that differs from the host's, which is copied there before another weight is
-brought.
+brought; so is one that was written through `parameter.data` or a view.
 
 A function that gets at the memory past PyTorch's functions would read NaN.
 """
@@ -140,7 +140,9 @@ def _called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         changed = map(weight_on_host, written(func, args, kwargs))
         writes = [weight for weight in changed if weight is not None]
     with hooks, store.brought(absent, writes), DisableTorchFunctionSubclass():
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        store.watch(result)
+        return result
 
 
 _SET_DATA = _T.data.__set__  # type: ignore[attr-defined]

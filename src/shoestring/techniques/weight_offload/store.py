@@ -24,6 +24,8 @@ from typing import Any
 import torch
 
 from ...torch_private.autograd import DisableTorchFunction
+from ...torch_private.storages import use_count
+from ...torch_private.trees import tensor_leaves
 from ...trace.fakes import is_fake
 
 _ALIGN = 512
@@ -61,6 +63,8 @@ class HostWeights:
         self._last: tuple[HostWeight, torch.Tensor] | None = None
         self._written: dict[HostWeight, torch.Tensor] = {}
         """Copies that differ from what the host has."""
+        self._watched: dict[HostWeight, Aliases] = {}
+        """Copies that somebody holds another tensor of, and may write through it."""
         self._leaving: tuple[torch.Tensor, Any] | None = None
         """The last copy that was written, until the next one is."""
         self._by_storage: dict[int, tuple[weakref.ref[HostWeight], Any]] = {}
@@ -162,8 +166,27 @@ class HostWeights:
                 if weight in writes:
                     weight.store._written[weight] = here
 
+    def watch(self, result: Any) -> None:
+        """Keep the copy that a function's result shows, as long as it can be written there."""
+        for tensor in tensor_leaves(result):
+            if tensor.layout is not torch.strided or tensor.requires_grad:
+                continue
+            weight = self.weight_of(tensor)
+            here = None if weight is None or weight.here is None else weight.here()
+            if weight is not None and here is not None:
+                self._watched.setdefault(weight, Aliases(here)).note(tensor)
+
+    def _look_at_watched(self) -> None:
+        for weight, aliases in list(self._watched.items()):
+            if aliases.were_written():
+                self._written[weight] = aliases.here
+            if aliases.are_gone():
+                del self._watched[weight]
+
     def flush(self, but: Iterable[HostWeight] = ()) -> None:
         """Copy to the host what was written, except what is about to be read again."""
+        if self._watched:
+            self._look_at_watched()
         if self._written:
             kept = set(but)
             for weight in [w for w in self._written if w not in kept]:
@@ -209,6 +232,31 @@ class HostWeights:
         if weight.left is not None:
             weight.left.synchronize()
         return weight.there
+
+
+class Aliases:
+    """Tensors that show a weight's copy and are not part of a graph: they can be written."""
+
+    def __init__(self, here: torch.Tensor) -> None:
+        self.here = here
+        self._seen: list[tuple[torch.Tensor, int]] = []
+        """Each with the version it had; `.data` counts its own, a view its parameter's."""
+
+    def note(self, tensor: torch.Tensor) -> None:
+        """One more."""
+        with torch.no_grad(), DisableTorchFunction():
+            tensor = tensor.detach()
+        self._seen.append((tensor, tensor._version))
+
+    def were_written(self) -> bool:
+        """Since it was asked last."""
+        before = [version for _, version in self._seen]
+        self._seen = [(tensor, tensor._version) for tensor, _ in self._seen]
+        return before != [version for _, version in self._seen]
+
+    def are_gone(self) -> bool:
+        """Nobody else holds the storage: the copy, these tensors and Python's own reference do."""
+        return use_count(self.here.untyped_storage()) <= 2 + len(self._seen)
 
 
 class AheadBuffers:
