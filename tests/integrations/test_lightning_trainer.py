@@ -165,12 +165,14 @@ class Summed(Module):
 
     def training_step(self, batch: Any, number: int) -> Any:
         words, labels = batch
-        loss = F.cross_entropy(self(words).flatten(0, 1), labels.flatten(), reduction="sum") / 96
+        scores = self(words)
+        loss = F.cross_entropy(scores.flatten(0, 1), labels.flatten(), reduction="sum") / 96
         self.log("train_loss", loss)
+        self.log("right", (scores.argmax(-1) == labels).float().mean())
         return loss
 
 
-def test_a_summed_loss_is_logged_as_the_sum(tmp_path: Path) -> None:
+def test_a_summed_loss_is_logged_as_the_sum_and_a_mean_by_examples(tmp_path: Path) -> None:
     _, _, expected = fitted(tmp_path / "a", module=Summed(sgd=True))
     callback = BudgetCallback(plan=[ss.Microbatching(3)])
     _, _, found = fitted(tmp_path / "b", callback, module=Summed(sgd=True))

@@ -25,6 +25,7 @@ from ..step.step import Step
 from ..techniques.base import Technique
 from ..techniques.plan import Plan
 from ..trace.fakes import unwrapped
+from ..trace.split import examples_of
 from .hosted import (
     Part,
     Undo,
@@ -225,7 +226,8 @@ class _MeanLogs:
         if following is not None:
             self._module.log = self._note
         while part is not None:
-            self.part = Part(1.0 if part[1] is None else part[1])
+            summed = isinstance(part[1], float) and part[1] == 1.0  # as all parts of a sum weigh
+            self.part = Part(_examples(part[0]) if summed or part[1] is None else part[1])
             yield part
             part, following = following, next(given, None)
 
@@ -248,6 +250,14 @@ class _MeanLogs:
         for name, pairs in self._found.items():
             values, parts = zip(*pairs, strict=True)
             self._module.log(name, of_whole([*values], [*parts], self.total), **self._how[name])
+
+
+def _examples(batch: Any) -> int:
+    """Of a microbatch, whose loss is a sum."""
+    try:
+        return examples_of(batch) or 1
+    except InputError:  # another kind of batch, which a splitter of its own cuts
+        return 1
 
 
 def _waits(trainer: Any) -> bool:
