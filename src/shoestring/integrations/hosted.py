@@ -192,7 +192,7 @@ class Part:
 
 
 def of_whole(values: list[Any], parts: list[Part], total: torch.Tensor) -> Any:
-    """What a batch logs, by what each of its microbatches did; of what is not a number, the last.
+    """The value a batch logs, by its microbatches' values; if these are not numbers, the last.
 
     A value that is in every part the same multiple of the part's loss is that multiple of the
     batch's, which may be the sum of theirs. Any other is the mean, weighed; where all weights are

@@ -13,7 +13,7 @@ _inside = False
 def only_new_garbage() -> Iterator[None]:
     """Let the collector look at what is made from here on, which is all that matters and little.
 
-    Within another one, what was made so far and is no garbage is left alone as well. Inside,
+    Within another one, it leaves alone as well what was made so far and is in use. Inside,
     `gc.get_objects()` does not know what was there before. Nothing happens where the program has
     frozen objects itself.
     """
