@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -66,6 +67,29 @@ def test_an_offload_that_saves_nothing_is_named() -> None:
     assert "optimizer state on the host" in found.useless
     assert "optimizer state on the host" in str(found) and "does nothing" in str(found)
     assert "half the batch" not in found.useless
+
+
+def test_inputs_on_the_host_that_save_nothing_are_named() -> None:
+    """Recomputed blocks' inputs are gone by the time gradients and update make the peak."""
+    model, words = Words(False), torch.zeros(2, 64, dtype=torch.int64)
+    flags = [ss.Checkpointing("residual-1"), ss.ActivationOffload("inputs")]
+    found = ss.explain(model, words, loss=loss, optimizer="adamw", device="cuda", techniques=flags)
+    effect = by_flag(found)["kept inputs on the host"]
+    assert effect.on and effect.flag in found.useless
+
+
+def test_a_flag_that_lets_the_step_be_captured_costs_nothing_by_that(tmp_path: Path) -> None:
+    """Hugging Face makes masks while a graph is captured, which is not the flag's doing."""
+    pytest.importorskip("transformers", reason="needs transformers")
+    pytest.importorskip("peft", reason="needs peft")
+    config = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 512,
+        "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2,
+        "num_attention_heads": 8, "num_key_value_heads": 2, "dtype": "bfloat16",
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = ss.explain(f"hf:{tmp_path}", tokens=2048, lora="r=16")
+    assert "8-bit optimizer state" in found.useless
 
 
 def test_a_flag_that_is_on_is_told_by_the_peak_without_it() -> None:

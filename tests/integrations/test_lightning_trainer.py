@@ -160,6 +160,26 @@ def test_microbatches_train_and_log_alike(tmp_path: Path, accumulated: int) -> N
         assert other == pytest.approx(one, rel=1e-4)
 
 
+class Summed(Module):
+    """Its loss is a sum over the batch."""
+
+    def training_step(self, batch: Any, number: int) -> Any:
+        words, labels = batch
+        scores = self(words)
+        loss = F.cross_entropy(scores.flatten(0, 1), labels.flatten(), reduction="sum") / 96
+        self.log("train_loss", loss)
+        self.log("right", (scores.argmax(-1) == labels).float().mean())
+        return loss
+
+
+def test_a_summed_loss_is_logged_as_the_sum_and_a_mean_by_examples(tmp_path: Path) -> None:
+    _, _, expected = fitted(tmp_path / "a", module=Summed(sgd=True))
+    callback = BudgetCallback(plan=[ss.Microbatching(3)])
+    _, _, found = fitted(tmp_path / "b", callback, module=Summed(sgd=True))
+    for one, other in zip(expected, found, strict=True):
+        assert other == pytest.approx(one, rel=1e-4)
+
+
 def test_a_budget_holds_and_the_model_is_given_back(tmp_path: Path) -> None:
     _, model, expected = fitted(tmp_path / "a")
     words = torch.randint(50, (8, 12))

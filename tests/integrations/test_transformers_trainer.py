@@ -325,3 +325,34 @@ def test_what_microbatches_note_and_log_is_of_the_whole_batch(tmp_path: Path) ->
     for one, other in zip(expected, found, strict=True):
         assert other.get("right", 0.0) == pytest.approx(one.get("right", 0.0), rel=1e-5)
     assert sum("right" in line for line in found) == 2
+
+
+def telling(kind: Any) -> Any:
+    """A trainer of the user's own that logs losses: shares of a sum, where items are counted."""
+
+    class Telling(kind):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            loss = super().compute_loss(*args, **kwargs)
+            self.log({"in loss": loss.item()})
+            return loss
+
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            loss = super().training_step(*args, **kwargs)
+            self.log({"in step": 2 * loss.item()})
+            return loss
+
+    return Telling
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_a_loss_that_microbatches_log_is_that_of_the_whole_batch(
+    tmp_path: Path, accumulated: int
+) -> None:
+    given = {"max_steps": 3, "gradient_accumulation_steps": accumulated}
+    _, expected = trained(telling(transformers.Trainer), tmp_path / "a", **given)
+    budget = {"plan": [ss.Microbatching(3)], **given}
+    _, found = trained(telling(BudgetTrainer), tmp_path / "b", **budget)
+    assert len(found) == len(expected)
+    for one, other in zip(expected, found, strict=True):
+        told = {name: value for name, value in one.items() if name.startswith("in ")}
+        assert {name: other.get(name) for name in told} == pytest.approx(told, rel=1e-5)

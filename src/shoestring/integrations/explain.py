@@ -16,12 +16,14 @@ from torch import nn
 
 from ..errors import InputError, TraceError
 from ..html_table import caption
-from ..memory.model import MemoryProfile
+from ..memory.model import MemoryProfile, memory_profile
 from ..plain_values import PlainValues
-from ..step.profiling import Device, profile
+from ..step.profiling import Device, check
+from ..step.trace_step import trace_plan
 from ..techniques.base import Technique
 from ..techniques.plan import Plan, from_flags
 from ..techniques.registry import flags
+from ..trace.failures import check_trainable
 from ..trace.fakes import OptimizerLike
 from ..trace.graph import Role
 from ..trace.split import cut, examples_of
@@ -157,17 +159,26 @@ def explain(
             hint="explain(model, batch, loss=…, optimizer=…)",
         )
     plan = Plan.of(techniques)
-    how_now = {"loss": loss, "optimizer": optimizer, "accounting": "device", "device": device}
+    check("device", device)
+    check_trainable(model)
+    where = device or next(model.parameters()).device.type
+
+    def profiled(model: nn.Module, batch: Any, plan: Plan) -> MemoryProfile:
+        """Of the step run eagerly: that a flag lets it be a CUDA graph is not what it buys."""
+        trace = trace_plan(
+            plan, model, batch, loss=loss, optimizer=optimizer, device=where, captured=False
+        )
+        return memory_profile(trace, "device")
 
     def peak_of(model: nn.Module, batch: Any, plan: Plan) -> MemoryProfile | None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a flag may match nothing: its peak says so
             try:
-                return profile(model, batch, techniques=plan, **how_now)  # type: ignore[arg-type]
+                return profiled(model, batch, plan)
             except (InputError, TraceError):  # it does not apply to this model or optimizer
                 return None
 
-    now = profile(model, batch, techniques=plan, **how_now)  # type: ignore[arg-type]
+    now = profiled(model, batch, plan)
     found = [
         *_by_flags(now, plan, lambda other: peak_of(model, batch, other)),
         *_by_place(now),

@@ -183,26 +183,42 @@ def clip_scaled(step: Step, norm: float) -> torch.Tensor | None:
     return clip_gradients(Clip(norm=norm), step.model.parameters(), step.loss_scale)
 
 
-def weighed_mean(pairs: list[tuple[Any, Any]]) -> Any:
-    """Of what microbatches logged, by (value, weight); of what is not a number, the last.
+@dataclass
+class Part:
+    """A microbatch: how much it counts in means, and its loss."""
 
-    Where all weights are zero, as of parts without a label, the plain mean.
+    weight: Any
+    loss: torch.Tensor | None = None
+
+
+def of_whole(values: list[Any], parts: list[Part], total: torch.Tensor) -> Any:
+    """The value a batch logs, by its microbatches' values; if these are not numbers, the last.
+
+    A value that is in every part the same multiple of the part's loss is that multiple of the
+    batch's, which may be the sum of theirs. Any other is the mean, weighed; where all weights are
+    zero, as of parts without a label, the plain one.
     """
-    values = [value for value, _ in pairs]
     if not all(isinstance(value, (int, float, torch.Tensor)) for value in values):
         return values[-1]
-    weights = [torch.as_tensor(weight, dtype=torch.float64) for _, weight in pairs]
+    weights = [torch.as_tensor(part.weight, dtype=torch.float64) for part in parts]
     if not any(weights):
         weights = [torch.ones_like(weight) for weight in weights]
-    total = sum(weights, torch.zeros((), dtype=torch.float64))
     kept = [torch.as_tensor(value).detach() for value in values]
-    shares = [(weight / total).to(held.device) for weight, held in zip(weights, kept, strict=True)]
-    mean = sum(
-        (held.double() * s for held, s in zip(kept, shares, strict=True)), 0 * kept[0].double()
-    )
+    shares = torch.stack(weights) / sum(weights)
+    held = torch.stack([value.double() for value in kept])
+    whole = torch.tensordot(shares.to(held.device), held, dims=1)
+    losses = [part.loss for part in parts if part.loss is not None]
+    if len(losses) == len(values) and not kept[0].dim():
+        times = held / torch.stack(losses).detach().to(held)
+        alike = (times - times[0]).abs().max() <= _ALIKE * times[0].abs()
+        whole = torch.where(alike, times[0] * total.to(held), whole)
     if not isinstance(values[0], torch.Tensor):
-        return mean.item()
-    return mean.to(kept[0].dtype if kept[0].is_floating_point() else torch.float32)
+        return whole.item()
+    return whole.to(kept[0].dtype if kept[0].is_floating_point() else torch.float32)
+
+
+_ALIKE = 1e-5
+"""Two quotients that differ by rounding."""
 
 
 def changes_state(plan: Plan) -> bool:

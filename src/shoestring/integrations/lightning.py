@@ -25,16 +25,18 @@ from ..step.step import Step
 from ..techniques.base import Technique
 from ..techniques.plan import Plan
 from ..trace.fakes import unwrapped
+from ..trace.split import examples_of
 from .hosted import (
+    Part,
     Undo,
     Wanted,
     changes_state,
     hosted_step,
     library,
+    of_whole,
     release,
     route_updates,
     synchronized,
-    weighed_mean,
 )
 from .worst_batch import worst_batch
 
@@ -141,7 +143,7 @@ class BudgetCallback(Callback):
         self._others, self._outputs, self._live = others, [], True
         try:
             with self._logs:
-                value = self.step(batch, update=False)
+                value = self._logs.total = self.step(batch, update=False)
         finally:
             self._live = False
         output = self._outputs[-1]
@@ -172,7 +174,10 @@ class BudgetCallback(Callback):
             else:  # to predict or to test: it must leave no trace in the trainer
                 with precision.train_step_context():
                     output = _untold(given, trainer, part, *self._others)
-            return _loss_of(output) / trainer.accumulate_grad_batches  # a callback may change it
+            value = _loss_of(output) / trainer.accumulate_grad_batches  # a callback may change it
+            if self._live and self._logs is not None and self._logs.part is not None:
+                self._logs.part.loss = value.detach()
+            return value
 
         def backward(value: torch.Tensor) -> None:
             scaler = getattr(precision, "scaler", None)
@@ -202,12 +207,15 @@ class BudgetCallback(Callback):
 
 
 class _MeanLogs:
-    """Within: what a module logs in several microbatches is logged once, as their weighed mean."""
+    """Within: what a module logs in several microbatches is logged once, for the whole batch."""
 
     def __init__(self, module: Any, setup: Any) -> None:
         self._module, self._split = module, setup.split
-        self._weight: Any = None
-        self._found: dict[str, list[tuple[Any, Any]]] = {}
+        self.part: Part | None = None
+        """That runs now."""
+        self.total: torch.Tensor | None = None
+        """The loss of the batch, once all have run."""
+        self._found: dict[str, list[tuple[Any, Part]]] = {}
         self._how: dict[str, dict[str, Any]] = {}
         setup.split = self._parts
 
@@ -218,14 +226,16 @@ class _MeanLogs:
         if following is not None:
             self._module.log = self._note
         while part is not None:
-            self._weight = 1.0 if part[1] is None else part[1]
+            summed = isinstance(part[1], float) and part[1] == 1.0  # as all parts of a sum weigh
+            self.part = Part(_examples(part[0]) if summed or part[1] is None else part[1])
             yield part
             part, following = following, next(given, None)
 
     def _note(self, name: str, value: Any, *args: Any, **how: Any) -> None:
         named = dict(zip(("prog_bar", "logger", "on_step", "on_epoch"), args, strict=False))
         self._how[name] = {**named, **how}
-        self._found.setdefault(name, []).append((value, self._weight))
+        assert self.part is not None
+        self._found.setdefault(name, []).append((value, self.part))
 
     def __enter__(self) -> None:
         self._found, self._how = {}, {}
@@ -236,8 +246,18 @@ class _MeanLogs:
         del self._module.log
         if error[0] is not None:
             return
+        assert self.total is not None
         for name, pairs in self._found.items():
-            self._module.log(name, weighed_mean(pairs), **self._how[name])
+            values, parts = zip(*pairs, strict=True)
+            self._module.log(name, of_whole([*values], [*parts], self.total), **self._how[name])
+
+
+def _examples(batch: Any) -> int:
+    """Of a microbatch, whose loss is a sum."""
+    try:
+        return examples_of(batch) or 1
+    except InputError:  # another kind of batch, which a splitter of its own cuts
+        return 1
 
 
 def _waits(trainer: Any) -> bool:

@@ -125,7 +125,8 @@ class Sizes:
     @cached_property
     def least(self) -> Chosen:
         """The plan that needs least, as it was found."""
-        point = min(self.front, key=lambda p: p.eager_bytes)
+        some = sorted(self.front, key=lambda p: p.eager_bytes)[:_LEAST]
+        point = min(some, key=lambda p: self.exactly(p.plan))
         return Chosen(point.plan, self.exactly(point.plan), point.eager_slower)
 
     @cached_property
@@ -177,8 +178,12 @@ class Sizes:
     @cached_property
     def _beside(self) -> float:
         """Bytes of all layers less the extrapolation from a few, at the requested size."""
-        line = self._line(self._whole, self.model.batch, self.model.tokens)
-        return self.exactly(self._for_all(self._whole)) - line.eager(self._more)
+        return self._off(self._whole)
+
+    def _off(self, plan: Plan) -> float:
+        """The same of another plan: a share of few layers' tensors is not that of all layers'."""
+        line = self._line(plan, self.model.batch, self.model.tokens)
+        return self.exactly(self._for_all(plan)) - line.eager(self._more)
 
     @cached_property
     def _whole(self) -> Plan:
@@ -189,7 +194,9 @@ class Sizes:
         if not self.model.has_context:
             large = (self.model.batches[-1], self.model.tokens)
         few = [self._for_traced(p.plan) for p in alone[:_LEAST]]
-        return min(few, key=lambda plan: self._line(plan, *large).eager(self._more))
+        return min(
+            few, key=lambda plan: self._line(plan, *large).eager(self._more) + self._off(plan)
+        )
 
     def _for_traced(self, plan: Plan) -> Plan:
         return _repeated(plan, self._layers[-1]) if self._layers else plan

@@ -29,15 +29,16 @@ from ..techniques.plan import Plan
 from ..trace.fakes import unwrapped
 from ..units import format_size
 from .hosted import (
+    Part,
     Wanted,
     changes_state,
     clip_scaled,
     hosted_step,
     library,
+    of_whole,
     release,
     route_updates,
     synchronized,
-    weighed_mean,
 )
 from .worst_batch import Worst, worst_batch
 
@@ -51,10 +52,9 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass
-class _Part:
-    """A microbatch: how much it counts in means, and the calls of `log` it made."""
+class _Part(Part):
+    """And the calls of `log` it made."""
 
-    units: Any
     logged: list[tuple[dict[str, Any], Any, Any]] = field(default_factory=list)
 
 
@@ -106,7 +106,7 @@ class Budgeted:
         self._parts = []
         before = {name: len(values) for name, values in self._noted().items()}
         loss = self.step(batch, update=False)
-        self._merge(before)
+        self._merge(before, loss)
         return loss.to(self.args.device)  # type: ignore[attr-defined]
 
     def _goes_on(self, model: nn.Module) -> bool:
@@ -153,6 +153,7 @@ class Budgeted:
                     "accelerator.backward, not one",
                     hint="use ss.apply in a loop of your own",
                 )
+            self._parts[-1].loss = found[0].detach()
             return found[0]
 
         bare.train()
@@ -196,19 +197,19 @@ class Budgeted:
         tensors = (v for v in inputs.values() if isinstance(v, torch.Tensor) and v.ndim)
         return next((len(tensor) for tensor in tensors), 1)
 
-    def _merge(self, before: dict[str, int]) -> None:
-        """One batch, one value: what its microbatches logged and noted becomes a weighed mean."""
+    def _merge(self, before: dict[str, int], total: torch.Tensor) -> None:
+        """One batch, one value, of all that its microbatches logged and noted."""
         parts, self._parts = self._parts, []
-        weights = [part.units for part in parts]
         for name, values in self._noted().items():
             new = values[(start := before.get(name, 0)) :]
             if len(new) == len(parts) > 1:
-                values[start:] = [weighed_mean([*zip(new, weights, strict=True)])]
+                values[start:] = [of_whole(new, [*parts], total)]
         for calls in zip(*(part.logged for part in parts), strict=False):
             told, args, kwargs = calls[-1]
             if len(calls) > 1:
-                pairs = [(call[0], weight) for call, weight in zip(calls, weights, strict=True)]
-                told = {n: weighed_mean([(one.get(n), w) for one, w in pairs]) for n in told}
+                told = {
+                    n: of_whole([call[0].get(n) for call in calls], [*parts], total) for n in told
+                }
             self.log(told, *args, **kwargs)
 
     def _largest(self, batch: Any) -> Any:

@@ -35,6 +35,7 @@ from ..trace.batches import tensors_of
 from ..trace.blocks import is_normalization
 from ..trace.failures import check_trainable
 from ..trace.fakes import OptimizerLike, adds_to_the_step, make_optimizer
+from ..trace.garbage import only_new_garbage
 from ..trace.graph import Trace
 from ..trace.positions import index_like
 from ..trace.split import examples_of
@@ -246,14 +247,17 @@ class Planner:
         self._settings_of: dict[Plan, Setting] = {}
         """Of the plans that were found, without their schedules."""
         self.estimates: DeviceEstimates | FundamentalEstimates
-        if fundamental:
-            self.estimates = FundamentalEstimates(
-                self.context,
-                lambda part: trace_model(model, part, loss=loss, optimizer=optimizer),
-            )
-        else:
-            self.estimates = DeviceEstimates(self.context, known, by_norm=by_norm, waiting=waiting)
-        self.margin = Margin(0.0 if fundamental else MARGIN[kind], self._known_bytes())
+        with only_new_garbage():
+            if fundamental:
+                self.estimates = FundamentalEstimates(
+                    self.context,
+                    lambda part: trace_model(model, part, loss=loss, optimizer=optimizer),
+                )
+            else:
+                self.estimates = DeviceEstimates(
+                    self.context, known, by_norm=by_norm, waiting=waiting
+                )
+            self.margin = Margin(0.0 if fundamental else MARGIN[kind], self._known_bytes())
         self._keep_positions_whole(batch)
 
     def _known_bytes(self) -> int:
@@ -282,6 +286,7 @@ class Planner:
             )
             self.context.examples = None
 
+    @only_new_garbage()
     def plan(
         self, budget_bytes: int, among: Callable[[Setting], bool] = lambda setting: True
     ) -> BudgetPlan:
@@ -332,12 +337,14 @@ class Planner:
         predicted = self.estimates.predict(replace(found, work=self.estimates.passes))
         return None if predicted is None else Found(found, predicted)
 
+    @only_new_garbage()
     def smallest_bytes(self) -> int:
         """The smallest budget for which there is a plan."""
         least = smallest(self.estimates, self._settings(self.allowed))
         found = self.estimates.plain if least is None else least.predicted
         return self.margin.budget_for(found.needed_bytes)
 
+    @only_new_garbage()
     def front(self) -> tuple[FrontPoint, ...]:
         """Memory against time of lossless, near-lossless and lossy plans, by their own steps."""
         made: list[FrontPoint] = []

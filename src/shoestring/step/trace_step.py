@@ -32,6 +32,7 @@ from ..trace.fakes import (
     make_optimizer,
 )
 from ..trace.freezing import RecordedStep, freeze
+from ..trace.garbage import only_new_garbage
 from ..trace.graph import Phase, Trace, live_bytes
 from ..trace.outside import Outside
 from ..trace.recorder import Recorder
@@ -183,7 +184,11 @@ class _Request:
     def _on_fakes(self, answers: Answers | None, captured: bool) -> Iterator[_OnFakes]:
         """The plan applied to fake tensors; inside, the step runs on them."""
         mode = FakeTensorMode(allow_non_fake_inputs=True)
-        with warnings.catch_warnings(), nothing_changes(self.model, self.loss):
+        with (
+            only_new_garbage(),
+            warnings.catch_warnings(),
+            nothing_changes(self.model, self.loss),
+        ):
             warnings.simplefilter("ignore")
             fake, mapping = fake_model(self.model, mode)
             data = fake_batch(self.batch, mode)
@@ -220,7 +225,7 @@ class _Request:
             if self.watch is not None:
                 self.watch(step.model, recorder)
             update = self.optimizer is not None
-            with _only_new_garbage(), recorder:  # not following functions: techniques have hooks
+            with recorder:  # not following functions: techniques have hooks
                 recorded = _record(recorder, step, data, self.passes, update=update)
         made = freeze(recorder, step.model, step.optimizer, recorded, self.device)
         return replace(made, capturable=on.capturable), on.capturable and on.outside.was_asked
@@ -267,19 +272,6 @@ class _Request:
         on_device = own or setup.update_on_device
         setup = replace(setup, optimizer=optimizer, update_on_device=on_device)
         return not_capturable(setup) is None
-
-
-@contextmanager
-def _only_new_garbage() -> Iterator[None]:
-    """Let the collector look at what is made from here on, which is all that matters and little."""
-    ours = gc.get_freeze_count() == 0
-    if ours:
-        gc.freeze()
-    try:
-        yield
-    finally:
-        if ours:
-            gc.unfreeze()
 
 
 @contextmanager

@@ -78,7 +78,7 @@ class RecordedStep:
             name = by_id.get(id(owner), "")
             tensors = [
                 inner
-                for t in tree_leaves(state)
+                for t in tree_leaves(dict(state) if isinstance(state, dict) else state)
                 if isinstance(t, torch.Tensor)
                 for inner in inner_tensors(t)
             ]

@@ -1,0 +1,24 @@
+"""State of which a part lies on the host: the rest is state in traces, as rules for ranks ask."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import shoestring as ss
+from shoestring.step.trace_step import trace_plan
+from shoestring.techniques.plan import Plan
+from shoestring.trace.graph import Role
+
+
+@pytest.mark.parametrize("release", [False, True], ids=["kept", "released"])
+def test_what_stays_on_the_device_is_state(release: bool) -> None:
+    model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(8)))
+    plan = Plan([ss.FusedUpdate(), ss.Offload("state", share=0.5)])
+    trace = trace_plan(
+        plan.but(ss.GradientRelease()) if release else plan, model, torch.randn(4, 256),
+        loss=lambda m, x: m(x).square().mean(), optimizer="adamw", device="cuda",
+    )  # fmt: skip
+    state = sum(s.nbytes for s in trace.storages if s.role is Role.OPTIMIZER_STATE)
+    assert state == pytest.approx(4 * 2 * 4 * 256 * 256, rel=0.01)  # two moments of four layers
