@@ -5,7 +5,7 @@ network (a discriminator, a teacher, a moving average), step its optimizer, coun
 may append to a list. Two contexts cover that:
 
 `Bystanders`  Python's side: attributes of modules, state of optimizers, what the loss and hooks
-              refer to. Enough on fake tensors, which write nothing.
+              refer to, `tensor.data = …`. Enough on fake tensors, which write nothing.
 `Untouched`   the same, and memory: the first write to a storage that was there before is preceded
               by a copy of it, the first draw from a generator by its state. For steps on real
               tensors.
@@ -25,6 +25,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.overrides import TorchFunctionMode
 
 from ..errors import InputError
 from ..torch_private.dispatch import OperationMode, without_modes
@@ -37,6 +38,7 @@ from .reached import Reached
 
 _RUNNING = ("running_mean", "running_var")
 """Arguments that normalizations write, though their schemas do not say so."""
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class Bystanders:
@@ -49,6 +51,8 @@ class Bystanders:
         self._reached = Reached(functions)
         self._ours = {id(module) for model in models for module in model.modules()}
         self._trained = {id(p) for model in models for p in model.parameters()}
+        held = {id(buffer) for model in models for buffer in model.buffers()}
+        self._data = _DataNoted(self._trained | held)
         self._modules: dict[int, tuple[nn.Module, Any]] = {}
         self._optimizers: dict[int, tuple[Any, Any]] = {}
 
@@ -57,15 +61,19 @@ class Bystanders:
             register_module_forward_pre_hook(self._called),
             register_optimizer_step_pre_hook(self._stepped),
         ]
+        self._data.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
+        self._data.__exit__(*error)
         for handle in self._handles:
             handle.remove()
         self.restore()
 
     def restore(self) -> None:
         """Put everything back; may be called again."""
+        for tensor, data in self._data.before.values():
+            tensor.data = data
         for module, held in self._modules.values():
             put_back(module, held)
         for optimizer, held in self._optimizers.values():
@@ -82,6 +90,29 @@ class Bystanders:
         first = next((p for group in optimizer.param_groups for p in group["params"]), None)
         if not isinstance(first, FakeTensor) and id(first) not in self._trained:
             self._optimizers[id(optimizer)] = optimizer, _held_by_optimizer(optimizer)
+
+
+class _DataNoted(TorchFunctionMode):
+    """Notes what tensors were before `tensor.data = …`, which no operation shows.
+
+    A real tensor is not made fake: it would be neither.
+    """
+
+    def __init__(self, ours: Collection[int]) -> None:
+        super().__init__()
+        self._ours = ours
+        self.before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if data_is_set(func) and not isinstance(args[0], FakeTensor):
+            tensor, data = args
+            if isinstance(data, FakeTensor):
+                return None
+            if id(tensor) not in self._ours:
+                self.before.setdefault(id(tensor), (tensor, tensor.data))
+        return func(*args, **(kwargs or {}))
 
 
 def _held_by_optimizer(optimizer: Any) -> Any:
@@ -193,6 +224,11 @@ class Untouched(OperationMode):
             known.pop(key, None)
 
         known[key] = weakref.ref(tensor.untyped_storage(), gone)
+
+
+def data_is_set(func: Any) -> bool:
+    """`tensor.data = other`."""
+    return bool(func == _SET_DATA)
 
 
 def _key(tensor: torch.Tensor) -> int | None:

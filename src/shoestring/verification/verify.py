@@ -99,6 +99,7 @@ def verify(
             replace(row, accepted=row.found is Level.UNPROVEN and row.what in accepted)
             for row in rows
         ]
+        rewind()  # another network may be in FP64 by now
         return _with_peak(made, tuple(rows), model, optimizer, loss, steps)
 
 

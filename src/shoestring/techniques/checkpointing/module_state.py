@@ -26,8 +26,9 @@ from torch import nn
 from ...errors import InputError
 from ...torch_private.autograd import preserved_version
 from ...trace.attributes import CONTAINERS, Held, differ, held_by, put_back
+from ...trace.untouched import data_is_set
 from ..saving import storage_key
-from .writes import data_is_set, written
+from .writes import written
 
 _STATISTICS = nn.modules.batchnorm._NormBase
 
