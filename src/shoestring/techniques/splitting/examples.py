@@ -192,6 +192,8 @@ class ExampleRuns:
         assert self._seen is not None
         kind = max(self._seen.kinds & TOLERANCES.keys(), key=lambda k: TOLERANCES[k],
                    default=torch.float32)  # fmt: skip
+        if not math.isfinite(whole):  # nothing to compare
+            return Values(whole, [], TOLERANCES[kind])
         failed: Failed | None = None
         cuts = []
         for at in self._cuts:
