@@ -61,7 +61,7 @@ class ExampleRuns:
         self._examples = examples_of(batch) or 0
         self._batch = wide_batch(batch) if wide else in_type_of(model, batch)
         self._seen: Watched | None = None
-        self._open = self._needs_gradients = False
+        self._open = self._needs_gradients = self._backward = False
         self._left: Left = {}
         """By the last run."""
 
@@ -79,6 +79,9 @@ class ExampleRuns:
         """The units by which it splits, or that there are none."""
         values = self._values(self._batch)
         assert self._seen is not None
+        if self._backward:  # what it leaves there, no weight reaches
+            why = "the loss runs a backward pass of the model itself"
+            return SplitFound(EXAMPLES, False, why)
         if not math.isfinite(values.whole):  # none of these examples has a label
             raise Failed(f"the loss of {self._examples} examples is {values.whole}", unclear=True)
         if known is not None:
@@ -271,8 +274,10 @@ class ExampleRuns:
                 for (path, name), value in (given or {}).items():
                     model.get_submodule(path).__dict__[name] = value
                 before = [dict(vars(module)) for module in model.modules()]
+                gradients = _gradients(model)
                 with torch.set_grad_enabled(self._needs_gradients or parameters is not None):
                     value = self._loss(model, map_tensors(torch.clone, batch))
+                self._backward = self._backward or _gradients(model) != gradients
                 self._left = assigned(model, before)
                 if not isinstance(value, torch.Tensor) or value.numel() != 1:
                     raise Failed("the loss is not one number")
@@ -353,6 +358,12 @@ class ExampleRuns:
             if not error <= 10 * tolerance * max(own, 1e-3 * scale):
                 return False
         return True
+
+
+def _gradients(model: nn.Module) -> list[tuple[int, int] | None]:
+    """Which tensors they are, and how often they were written."""
+    held = (p.grad for p in model.parameters())
+    return [None if g is None else (id(g), g._version) for g in held]
 
 
 def in_type_of(model: nn.Module, batch: Any) -> Any:
