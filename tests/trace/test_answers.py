@@ -99,6 +99,21 @@ class Graph(nn.Module):
         return torch.zeros(max(count, len(x)), 16).index_add(0, target, message)
 
 
+class Sizes(nn.Module):
+    """Images of several sizes in one row of patches; counts its calls, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls = nn.Linear(16, 16), 0
+
+    def forward(self, x: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        x = x[: sizes.prod(-1).sum().item()]
+        images = self.linear(x).split([height * width for height, width in sizes.tolist()])
+        largest = torch.tensor([sizes.prod(-1).max(), 1])
+        return torch.stack([image.sum(0) for image in images]) / largest[0]
+
+
 def matched(model: nn.Module, batch: Any) -> torch.Tensor:
     """The targets in the order of what they are closest to, by NumPy."""
     out = model(batch)
@@ -125,6 +140,7 @@ CASES: dict[str, tuple[Any, Any, Any]] = {
     "masks": (Masking, ROWS, square),
     "graph": (Graph, (torch.randn(20, 16), torch.randint(20, (2, 60))), square),
     "matching": (Block, ROWS, matched),
+    "sizes": (Sizes, (torch.randn(46, 16), torch.tensor([[2, 4], [6, 3], [5, 4]])), square),
 }
 
 

@@ -378,7 +378,7 @@ def _record(
         entering(Phase.OPTIMIZER)
         updates()
         step.optimizer.zero_grad(set_to_none=True)
-    recorder.recording = False
+    recorder.recording, recorder.phase = False, Phase.FORWARD
     made.note_moved(step.model, before, lambda: setup.run(batch))
     gc.collect()
     return made

@@ -217,13 +217,22 @@ class _NotingReads(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func is torch.Tensor.tolist:  # a fake tensor asks for one number after the other
-            with DisableTorchFunction():
-                for number in args[0].detach().flatten().unbind():
+        # A fake tensor asks for one number after the other.
+        asked = args[:1] if func is torch.Tensor.tolist else _numbers_in(func, args)
+        with DisableTorchFunction(), without_modes():  # which would note them again
+            for numbers in asked:
+                for number in numbers.detach().flatten().unbind():
                     self._answers.note(_NUMBER, (number,), number.item())
-        elif func in _ARRAYS:
+        if func in _ARRAYS:
             self._answers.note(_ARRAYS, args[:1], np.asarray(out))
         return out
+
+
+def _numbers_in(func: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
+    """Tensors whose values `torch.tensor([first, second])` copies."""
+    if func is not torch.tensor or not args or isinstance(args[0], torch.Tensor):
+        return []
+    return [leaf for leaf in tree_leaves(args[0]) if isinstance(leaf, torch.Tensor)]
 
 
 class Reads(TorchFunctionMode):
@@ -242,6 +251,9 @@ class Reads(TorchFunctionMode):
             return array.astype(args[1]) if len(args) > 1 and args[1] is not None else array
         if is_padding(func) and isinstance(args[0], FakeTensor):
             return padded(*args)
+        if any(isinstance(t, FakeTensor) for t in _numbers_in(func, args)):
+            read = lambda leaf: leaf.item() if isinstance(leaf, torch.Tensor) else leaf  # noqa: E731
+            args = tree_map(read, args[0]), *args[1:]
         return func(*args, **(kwargs or {}))
 
 
