@@ -437,3 +437,35 @@ def test_data_that_is_set_is_put_back(call: Callable[[Any, Any], None]) -> None:
     before = [(type(p.data), p.data_ptr(), p.tolist()) for p in held]
     call(given, loss)
     assert [(type(p.data), p.data_ptr(), p.tolist()) for p in held] == before
+
+
+class Observed(nn.Module):
+    """As prepared for 8 bits: ranges of rows, which a kernel resizes in the first step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        for name, values in {
+            "on": torch.ones(1, dtype=torch.long), "low": torch.empty(0), "high": torch.empty(0),
+            "scale": torch.ones(1), "zero": torch.zeros(1, dtype=torch.int32),
+        }.items():  # fmt: skip
+            self.register_buffer(name, values)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = torch.fused_moving_avg_obs_fake_quant(
+            self.linear.weight, self.on, self.on, self.low, self.high, self.scale, self.zero,
+            0.01, -128, 127, 0, True, True,
+        )  # fmt: skip
+        return F.linear(x, weight, self.linear.bias)
+
+
+@pytest.mark.parametrize("call", [_measure, _plan, _verify_plain])
+def test_buffers_that_a_step_resizes_are_as_before(call: Callable[[Any, Any], None]) -> None:
+    class Given:
+        model, batch = nn.Sequential(Observed(), nn.Linear(8, 8)), torch.randn(16, 8)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    given: Any = Given()
+    before = [b.tolist() for b in given.model.buffers()]
+    call(given, World.plain_of)
+    assert [b.tolist() for b in given.model.buffers()] == before

@@ -153,6 +153,8 @@ class Untouched(OperationMode):
         for tensor in tensors:
             self._note(tensor)
         self._copies: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        self._sizes: list[tuple[torch.Tensor, torch.Size]] = []
+        """Kernels that watch ranges of channels resize what was empty before the first step."""
         self._gradients: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
         self._generators: dict[torch.Generator, torch.Tensor] = {}
 
@@ -171,7 +173,13 @@ class Untouched(OperationMode):
         for leaf, gradient in self._gradients.values():
             leaf.grad = gradient
         for storage, held in self._copies.values():
+            if storage.nbytes() != held.nbytes():
+                storage.resize_(held.nbytes())
             storage.copy_(held)
+        with torch.no_grad():
+            for tensor, size in self._sizes:
+                if tensor.size() != size:
+                    tensor.resize_(size)
         for generator, state in self._generators.items():
             generator.set_state(state)
         self._bystanders.restore()
@@ -204,6 +212,7 @@ class Untouched(OperationMode):
         if key is None or key in self._known or key in self._copies:
             return
         storage = tensor.untyped_storage()
+        self._sizes.append((tensor, tensor.size()))
         with without_modes():  # on the host: the trial may be measured
             self._copies[key] = storage, storage.cpu() if tensor.is_cuda else storage.clone()
 
