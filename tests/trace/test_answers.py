@@ -156,6 +156,60 @@ def test_predicted_is_measured(name: str) -> None:
     assert ss.verify([Checkpointing("every-2")], model, [batch], steps=1, **given).ok
 
 
+class Trimmed(nn.Module):
+    """Sequences are cut at the longest of those that run together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(Block() for _ in range(3)))
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        x = x[:, : int(lengths.max())]
+        there = torch.arange(x.shape[1]) < lengths[:, None]
+        return (self.blocks(x) * there[:, :, None]).sum(1)
+
+
+class Skewed(nn.Module):
+    """Experts of different widths; the sign of the first number decides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, wide), nn.GELU(), nn.Linear(wide, 16)) for wide in (64, 256)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows = ((x[:, 0] > 0) == bool(number)).nonzero()[:, 0]
+            if len(rows):
+                out = out.index_add(0, rows, expert(x[rows]))
+        return out
+
+
+SORTED = torch.cat([torch.linspace(-1, 1, 32)[:, None], ROWS[:, 1:]], 1)
+PARTS: dict[str, tuple[Any, Any]] = {
+    "lengths": (Trimmed, (torch.randn(8, 40, 16), torch.arange(5, 45, 5))),
+    "experts": (Skewed, SORTED),
+}
+
+
+@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("name", PARTS)
+def test_the_largest_part_is_predicted(name: str, size: int) -> None:
+    """Not the first; with gradients and state of experts that only other parts use."""
+    torch.manual_seed(0)
+    build, batch = PARTS[name]
+    model = build()
+    given: dict[str, Any] = {"loss": square, "optimizer": torch.optim.Adam(model.parameters())}
+    techniques = [ss.Microbatching(size)]
+    made = ss.profile(model, batch, accounting="device", techniques=techniques, **given)
+    step = ss.apply(techniques, model, given["optimizer"], loss=square)
+    step(batch)
+    numbers = 16  # bytes of the loss and its weights
+    assert made.peak_bytes == pytest.approx(step.measure(batch).peak_bytes, abs=numbers)
+
+
 def test_recomputed_blocks_are_answered_again() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(Experts() for _ in range(4)))
