@@ -34,6 +34,7 @@ from ..torch_private.trees import tensor_leaves
 from .attributes import held_by, put_back
 from .fakes import same_random_streams
 from .hooked import gradient_hooks
+from .memoized import forgets_fakes
 from .reached import Reached
 
 _RUNNING = ("running_mean", "running_var")
@@ -311,7 +312,8 @@ def hooks_of(model: nn.Module) -> list[Callable[..., Any]]:
 @contextmanager
 def nothing_changes(model: nn.Module, loss: Callable[..., Any]) -> Iterator[None]:
     """Around a step on fake tensors, of a fake copy of the model."""
-    with same_random_streams(), Bystanders([loss, *hooks_of(model)]):
+    others = Bystanders([loss, *hooks_of(model)])
+    with same_random_streams(), forgets_fakes(model, loss), others:
         yield
 
 
