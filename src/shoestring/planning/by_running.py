@@ -167,7 +167,7 @@ class _Trials:
     """Steps that are taken, measured and taken back."""
 
     units: LossUnits = AUTO
-    """What the user said that the loss is averaged over."""
+    """Over these the loss is averaged, the user said."""
 
     def __init__(self, model: nn.Module, batch: Any, loss: Loss, optimizer: Any) -> None:
         self._model, self._batch, self._loss, self._optimizer = model, batch, loss, optimizer

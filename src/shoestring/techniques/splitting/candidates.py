@@ -18,7 +18,7 @@ Targets = list[tuple[torch.Tensor, int]]
 IGNORED = (-100, -1, 0, 1)
 """Numbers that padding usually has; also those that embeddings of the model say."""
 MISSING = ("nan", "-1", "0")
-"""What stands in place of a measurement that is not there: a label, a depth."""
+"""Numbers in the place of a measurement that is not there: a label, a depth."""
 ENDS = 4
 """Of so many rows the last number may be padding."""
 
