@@ -388,3 +388,84 @@ def test_hooks_of_a_copy_do_not_stay_on_the_optimizer() -> None:
               optimizer=world.optimizer, steps=1)  # fmt: skip
     assert world.fingerprint() == before
     torch.testing.assert_close(world.inner.state_dict(), saved, rtol=0, atol=0)
+
+
+class Momentum(nn.Module):
+    """As MoCo: the average is assigned to `data`, and where the queue ends is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.online, self.average = nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False)
+        self.register_buffer("end", torch.zeros(1, dtype=torch.long))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        follow(self.online, self.average)
+        start = int(self.end)
+        self.end[0] = (start + len(x)) % 64
+        made: torch.Tensor = self.online(x) - self.average(x)
+        return made
+
+
+def follow(online: nn.Module, average: nn.Module) -> None:
+    for fast, slow in zip(online.parameters(), average.parameters(), strict=True):
+        slow.data = slow.data * 0.9 + fast.data * 0.1
+
+
+def _verify_plain(world: Any, loss: Any) -> None:
+    found = ss.verify([], world.model, [world.batch], loss=loss, optimizer=world.optimizer, steps=1)
+    assert found.ok
+
+
+@pytest.mark.parametrize("call", [_profile, _measure, _plan, _verify_plain])
+def test_data_that_is_set_is_put_back(call: Callable[[Any, Any], None]) -> None:
+    """Of the model, which runs for real if it reads values, and of a network in the loss."""
+
+    class Given:
+        model, batch = nn.Sequential(Momentum(), nn.Linear(8, 8)), torch.randn(16, 8)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    teacher = nn.Linear(8, 8)
+    given: Any = Given()
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            follow(model[1], teacher)  # type: ignore[index]
+        made: torch.Tensor = (model(batch) - teacher(batch).detach()).square().mean()
+        return made
+
+    held = [*given.model.parameters(), *teacher.parameters()]
+    before = [(type(p.data), p.data_ptr(), p.tolist()) for p in held]
+    call(given, loss)
+    assert [(type(p.data), p.data_ptr(), p.tolist()) for p in held] == before
+
+
+class Observed(nn.Module):
+    """As prepared for 8 bits: ranges of rows, which a kernel resizes in the first step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        for name, values in {
+            "on": torch.ones(1, dtype=torch.long), "low": torch.empty(0), "high": torch.empty(0),
+            "scale": torch.ones(1), "zero": torch.zeros(1, dtype=torch.int32),
+        }.items():  # fmt: skip
+            self.register_buffer(name, values)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = torch.fused_moving_avg_obs_fake_quant(
+            self.linear.weight, self.on, self.on, self.low, self.high, self.scale, self.zero,
+            0.01, -128, 127, 0, True, True,
+        )  # fmt: skip
+        return F.linear(x, weight, self.linear.bias)
+
+
+@pytest.mark.parametrize("call", [_measure, _plan, _verify_plain])
+def test_buffers_that_a_step_resizes_are_as_before(call: Callable[[Any, Any], None]) -> None:
+    class Given:
+        model, batch = nn.Sequential(Observed(), nn.Linear(8, 8)), torch.randn(16, 8)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    given: Any = Given()
+    before = [b.tolist() for b in given.model.buffers()]
+    call(given, World.plain_of)
+    assert [b.tolist() for b in given.model.buffers()] == before

@@ -11,6 +11,7 @@ from .language import LANGUAGE
 from .losses import LOSSES
 from .mechanics import MECHANICS
 from .perception import PERCEPTION
+from .routes import ROUTES
 from .scans import SCANS
 from .stateful import STATEFUL
 from .steps import STEPS
@@ -34,5 +35,6 @@ STRANGERS: dict[str, Stranger] = {
         *IMAGES,
         *SCANS,
         *MECHANICS,
+        *ROUTES,
     )
 }

@@ -99,6 +99,21 @@ class Graph(nn.Module):
         return torch.zeros(max(count, len(x)), 16).index_add(0, target, message)
 
 
+class Sizes(nn.Module):
+    """Images of several sizes in one row of patches; counts its calls, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls = nn.Linear(16, 16), 0
+
+    def forward(self, x: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        x = x[: sizes.prod(-1).sum().item()]
+        images = self.linear(x).split([height * width for height, width in sizes.tolist()])
+        largest = torch.tensor([sizes.prod(-1).max(), 1])
+        return torch.stack([image.sum(0) for image in images]) / largest[0]
+
+
 def matched(model: nn.Module, batch: Any) -> torch.Tensor:
     """The targets in the order of what they are closest to, by NumPy."""
     out = model(batch)
@@ -125,6 +140,7 @@ CASES: dict[str, tuple[Any, Any, Any]] = {
     "masks": (Masking, ROWS, square),
     "graph": (Graph, (torch.randn(20, 16), torch.randint(20, (2, 60))), square),
     "matching": (Block, ROWS, matched),
+    "sizes": (Sizes, (torch.randn(46, 16), torch.tensor([[2, 4], [6, 3], [5, 4]])), square),
 }
 
 
@@ -138,6 +154,60 @@ def test_predicted_is_measured(name: str) -> None:
     assert predicted == ss.measure(model, batch, **given).peak_bytes
     assert ss.profile(model, batch, accounting="device", device="cuda", **given).peak_bytes > 0
     assert ss.verify([Checkpointing("every-2")], model, [batch], steps=1, **given).ok
+
+
+class Trimmed(nn.Module):
+    """Sequences are cut at the longest of those that run together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(Block() for _ in range(3)))
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        x = x[:, : int(lengths.max())]
+        there = torch.arange(x.shape[1]) < lengths[:, None]
+        return (self.blocks(x) * there[:, :, None]).sum(1)
+
+
+class Skewed(nn.Module):
+    """Experts of different widths; the sign of the first number decides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, wide), nn.GELU(), nn.Linear(wide, 16)) for wide in (64, 256)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows = ((x[:, 0] > 0) == bool(number)).nonzero()[:, 0]
+            if len(rows):
+                out = out.index_add(0, rows, expert(x[rows]))
+        return out
+
+
+SORTED = torch.cat([torch.linspace(-1, 1, 32)[:, None], ROWS[:, 1:]], 1)
+PARTS: dict[str, tuple[Any, Any]] = {
+    "lengths": (Trimmed, (torch.randn(8, 40, 16), torch.arange(5, 45, 5))),
+    "experts": (Skewed, SORTED),
+}
+
+
+@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("name", PARTS)
+def test_the_largest_part_is_predicted(name: str, size: int) -> None:
+    """Not the first; with gradients and state of experts that only other parts use."""
+    torch.manual_seed(0)
+    build, batch = PARTS[name]
+    model = build()
+    given: dict[str, Any] = {"loss": square, "optimizer": torch.optim.Adam(model.parameters())}
+    techniques = [ss.Microbatching(size)]
+    made = ss.profile(model, batch, accounting="device", techniques=techniques, **given)
+    step = ss.apply(techniques, model, given["optimizer"], loss=square)
+    step(batch)
+    numbers = 16  # bytes of the loss and its weights
+    assert made.peak_bytes == pytest.approx(step.measure(batch).peak_bytes, abs=numbers)
 
 
 def test_recomputed_blocks_are_answered_again() -> None:

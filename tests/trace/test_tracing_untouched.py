@@ -1,5 +1,6 @@
 """Tracing changes nothing that was given, allocates nothing, and takes any optimizer."""
 
+import functools
 import random
 import resource
 from typing import Any
@@ -157,3 +158,20 @@ def test_optimizer_with_attributes_and_hooks_of_its_own() -> None:
     scalings = [op for op in trace.ops if op.name == "aten.mul_"]
     assert [op.phase for op in scalings] == [Phase.OPTIMIZER] * 2
     assert not called
+
+
+@functools.lru_cache(maxsize=4)
+def positions(length: int) -> tuple[Tensor, ...]:
+    """As of sines: made once, for all models."""
+    return (torch.arange(float(length)),)
+
+
+def test_what_functions_remember_of_a_trace_is_forgotten() -> None:
+    model, batch = nn.Linear(3, 4), torch.randn(2, 3)
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        return (model(batch) + positions(4)[0]).square().mean()
+
+    trace_model(model, batch, loss=loss)
+    assert type(positions(4)[0]) is Tensor
+    loss(model, batch).backward()

@@ -495,6 +495,17 @@ def test_nothing_that_was_given_is_changed() -> None:
     assert streams[1:] == (random.getstate(), np.random.get_state()[1].tolist())
 
 
+def test_a_batch_that_the_loss_writes_to_is_put_back() -> None:
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x.mul_(0.9)).square().mean()
+
+    model, x = nn.Linear(4, 3), torch.randn(6, 4)
+    before = x.clone()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert ss.verify([], model, [x], loss=loss, optimizer=optimizer, steps=2).ok
+    assert torch.equal(x, before)
+
+
 def test_state_from_before_is_taken_along() -> None:
     """Adam's step count goes on from where it was, on both sides."""
     small = SMALL["mlp"]

@@ -213,12 +213,13 @@ class _Request:
     def _traced(self, answers: Answers | None, captured: bool) -> tuple[Trace, bool]:
         with self._on_fakes(answers, captured) as on:
             step, setup, recorder = on.step, on.step._setup, on.recorder
-            data = on.data if self.size is None else self._few_parts(step, on.data)
+            trained = self.trained or (frozenset() if answers is None else answers.trained)
+            data = on.data if self.size is None else self._few_parts(step, on.data, trained)
             if self.size is None and self.passes and setup.first_run_differs:
                 for part, _ in setup.split(data):
                     setup.run(part)
             if self.passes and setup.updates_in_backward:
-                self._make_state(step, data)
+                self._make_state(step, data, trained)
             if not self.passes or self.waiting:
                 self._leave_sparse(step, data)
                 _leave_gradients(step, self.trained)
@@ -230,7 +231,7 @@ class _Request:
         made = freeze(recorder, step.model, step.optimizer, recorded, self.device)
         return replace(made, capturable=on.capturable), on.capturable and on.outside.was_asked
 
-    def _few_parts(self, step: Step, data: Any) -> Any:
+    def _few_parts(self, step: Step, data: Any, trained: Collection[str]) -> Any:
         """The examples that stand for all, and gradients as the parts before leave them."""
         assert self.size is not None
         forget_varied(data)
@@ -242,6 +243,9 @@ class _Request:
         if self.passes:  # gradients as they are: one may be a part of a larger tensor
             step._setup.backward(step._setup.run(data))
             _lengthen_sparse(step.model, parts - 1)
+            for name, parameter in step.model.named_parameters():
+                if name in trained and parameter.requires_grad and parameter.grad is None:
+                    parameter.grad = torch.empty_like(parameter)  # of an expert for other parts
         return data
 
     def _leave_sparse(self, step: Step, data: Any) -> None:
@@ -254,12 +258,12 @@ class _Request:
             if parameter.grad is not None and parameter.grad.layout is torch.strided:
                 parameter.grad = None
 
-    def _make_state(self, step: Step, data: Any) -> None:
+    def _make_state(self, step: Step, data: Any, trained: Collection[str]) -> None:
         """The optimizer's, which a step that updates in its backward pass finds there."""
-        if not self.trained:
+        if not trained:
             step._compute(data)
             return
-        _leave_gradients(step, self.trained)
+        _leave_gradients(step, trained)
         step._setup.update()
         step._drop_gradients()
 
@@ -370,7 +374,7 @@ def _record(
         entering(Phase.OPTIMIZER)
         updates()
         step.optimizer.zero_grad(set_to_none=True)
-    recorder.recording = False
+    recorder.recording, recorder.phase = False, Phase.FORWARD
     made.note_moved(step.model, before, lambda: setup.run(batch))
     gc.collect()
     return made

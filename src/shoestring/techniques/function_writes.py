@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 
 from ..torch_private.dispatch import OpOverload, OpOverloadPacket
+from ..trace.untouched import data_is_set
 
 _KEPT_VALUES = frozenset({"requires_grad_", "detach_", "retain_grad", "share_memory_", "rename_"})
 _READ = frozenset({"__invert__", "__index__", "__int__", "__iter__"})
-_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _STATISTICS = F.batch_norm, F.instance_norm
 _OPERATORS = OpOverload, OpOverloadPacket
 
@@ -50,11 +50,6 @@ def hidden_writes(func: Any, args: tuple[Any, ...], kwargs: Any) -> Iterator[tor
     for tensor in written(func, args, kwargs):
         if tensor.grad_fn is None and not tensor.requires_grad and tensor._base is None:
             yield tensor
-
-
-def data_is_set(func: Any) -> bool:
-    """`tensor.data = other`."""
-    return bool(func == _SET_DATA)
 
 
 @lru_cache(maxsize=4096)

@@ -41,11 +41,12 @@ from ..torch_private.fake_tensors import (
     FakeTensor,
     FakeTensorMode,
 )
-from ..torch_private.trees import tree_leaves, tree_map
-from .batches import map_tensors, tensors_of
+from ..torch_private.trees import tensor_leaves, tree_leaves, tree_map
+from .batches import tensors_of
 from .draws import extreme, is_single_draw, pinned
 from .fakes import same_random_streams
 from .packed import is_padding, padded
+from .split import cut, examples_of
 from .untouched import Untouched, hooks_of
 from .values import stand_for
 
@@ -67,6 +68,7 @@ def reads_values(error: BaseException | None) -> bool:
 
 _TAGS = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 PACKS = _aten._pack_padded_sequence.default
+_AT_ONCE = 16
 _SMALL = 2**20
 """Elements of a whole-numbered result that are kept, so that what follows from them is known."""
 
@@ -95,6 +97,11 @@ class Answers:
         self._next: dict[Any, Iterator[Any]] = {}
         self._paths: list[str] = []
         self._known: dict[int, str] = {}
+        self.nbytes = 0
+        """Of all that was computed."""
+        self.trained: frozenset[str] = frozenset()
+        """Names of parameters that a part of the batch reads, perhaps another one."""
+        self.read: set[int] = set()
 
     @contextmanager
     def following(self, model: nn.Module, *, copied: bool = True) -> Iterator[None]:
@@ -194,6 +201,10 @@ class _Noting(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
+        leaves = (t for t in tensor_leaves((args, kwargs or {})) if t.is_leaf and t.requires_grad)
+        self._answers.read.update(map(id, leaves))
+        if not func.is_view:
+            self._answers.nbytes += sum(t.nbytes for t in tensor_leaves(out) if _is_dense(t))
         if is_single_draw(func, out):
             with without_modes():
                 out = pinned(out, func, args)
@@ -217,13 +228,26 @@ class _NotingReads(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func is torch.Tensor.tolist:  # a fake tensor asks for one number after the other
-            with DisableTorchFunction():
-                for number in args[0].detach().flatten().unbind():
+        # A fake tensor asks for one number after the other.
+        asked = args[:1] if func is torch.Tensor.tolist else _numbers_in(func, args)
+        with DisableTorchFunction(), without_modes():  # which would note them again
+            for numbers in asked:
+                for number in numbers.detach().flatten().unbind():
                     self._answers.note(_NUMBER, (number,), number.item())
-        elif func in _ARRAYS:
+        if func in _ARRAYS:
             self._answers.note(_ARRAYS, args[:1], np.asarray(out))
         return out
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def _numbers_in(func: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
+    """Tensors whose values `torch.tensor([first, second])` copies."""
+    if func is not torch.tensor or not args or isinstance(args[0], torch.Tensor):
+        return []
+    return [leaf for leaf in tree_leaves(args[0]) if isinstance(leaf, torch.Tensor)]
 
 
 class Reads(TorchFunctionMode):
@@ -242,6 +266,9 @@ class Reads(TorchFunctionMode):
             return array.astype(args[1]) if len(args) > 1 and args[1] is not None else array
         if is_padding(func) and isinstance(args[0], FakeTensor):
             return padded(*args)
+        if any(isinstance(t, FakeTensor) for t in _numbers_in(func, args)):
+            read = lambda leaf: leaf.item() if isinstance(leaf, torch.Tensor) else leaf  # noqa: E731
+            args = tree_map(read, args[0]), *args[1:]
         return func(*args, **(kwargs or {}))
 
 
@@ -305,6 +332,30 @@ def _recorded(model: nn.Module, batch: Any, loss: Callable[..., Any], *, keep: b
     return answers
 
 
+def _of_largest(model: nn.Module, batch: Any, loss: Callable[..., Any], size: int) -> Answers:
+    """Of the part, of so many examples, for which most is computed: the longest, the deepest.
+
+    Of many parts, the largest of a few together is divided again.
+    """
+    start, stop = 0, examples_of(batch) or size
+    read: set[int] = set()
+    while True:
+        parts = -(-(stop - start) // size)
+        wide = size * -(-parts // _AT_ONCE)
+        starts = [*range(start, stop, wide)]
+        if wide == size:
+            starts[-1] = max(min(starts[-1], stop - size), 0)
+        found = [record_answers(model, cut(batch, at, at + wide), loss) for at in starts]
+        largest = max(range(len(found)), key=lambda n: found[n].nbytes)
+        read.update(*(answers.read for answers in found))
+        if wide == size:
+            named = model.named_parameters()
+            found[largest].trained = frozenset(name for name, p in named if id(p) in read)
+            return found[largest]
+        start = starts[largest]
+        stop = min(start + wide, stop)
+
+
 _asking: weakref.WeakKeyDictionary[nn.Module, dict[Any, tuple[Any, Answers]]]
 _asking = weakref.WeakKeyDictionary()
 """Models that read values, and for each batch what was found; the batch itself keeps its id."""
@@ -328,8 +379,12 @@ def with_answers(
         _asking[model] = {}
     known, key = _asking[model], (id(batch), id(loss), size, extreme())
     if key not in known:
-        part = batch if size is None else map_tensors(lambda t: t[:size] if t.dim() else t, batch)
-        known[key] = (batch, loss), record_answers(model, part, loss)
+        found = (
+            record_answers(model, batch, loss)
+            if size is None
+            else _of_largest(model, batch, loss, size)
+        )
+        known[key] = (batch, loss), found
     answers = known[key][1]
     answers.rewind()
     return run(answers)

@@ -251,9 +251,9 @@ def _open_functions() -> Iterator[None]:
 
     def outside(check: Any) -> Any:
         def ask(*args: Any) -> bool:
-            if not function_modes():
-                return check(*args)
-            with without_innermost_function_mode():
+            with ExitStack() as without_modes:
+                for _ in range(function_modes()):
+                    without_modes.enter_context(without_innermost_function_mode())
                 return check(*args)
 
         return ask

@@ -110,8 +110,10 @@ def _record_step(
     named = dict(model.named_parameters())
     recorder.recording = False
     if within:  # hooks of the parameters update them: the first pass makes the state
+        value = loss(model, batch)
         recorder.phase = Phase.OPTIMIZER
-        loss(model, batch).backward()
+        value.backward()
+        del value
         for own in within:
             step.note_state(recorder, own, named)
     for name, parameter in named.items():
@@ -154,6 +156,7 @@ def _record_step(
         parameter.grad = None
     recorder.recording = False
     del value
+    recorder.phase = Phase.FORWARD
     step.note_moved(model, before, lambda: loss(model, batch))
     gc.collect()
     return step

@@ -5,7 +5,7 @@ network (a discriminator, a teacher, a moving average), step its optimizer, coun
 may append to a list. Two contexts cover that:
 
 `Bystanders`  Python's side: attributes of modules, state of optimizers, what the loss and hooks
-              refer to. Enough on fake tensors, which write nothing.
+              refer to, `tensor.data = …`. Enough on fake tensors, which write nothing.
 `Untouched`   the same, and memory: the first write to a storage that was there before is preceded
               by a copy of it, the first draw from a generator by its state. For steps on real
               tensors.
@@ -25,6 +25,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.overrides import TorchFunctionMode
 
 from ..errors import InputError
 from ..torch_private.dispatch import OperationMode, without_modes
@@ -33,10 +34,12 @@ from ..torch_private.trees import tensor_leaves
 from .attributes import held_by, put_back
 from .fakes import same_random_streams
 from .hooked import gradient_hooks
+from .memoized import forgets_fakes
 from .reached import Reached
 
 _RUNNING = ("running_mean", "running_var")
 """Arguments that normalizations write, though their schemas do not say so."""
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class Bystanders:
@@ -49,6 +52,8 @@ class Bystanders:
         self._reached = Reached(functions)
         self._ours = {id(module) for model in models for module in model.modules()}
         self._trained = {id(p) for model in models for p in model.parameters()}
+        held = {id(buffer) for model in models for buffer in model.buffers()}
+        self._data = _DataNoted(self._trained | held)
         self._modules: dict[int, tuple[nn.Module, Any]] = {}
         self._optimizers: dict[int, tuple[Any, Any]] = {}
 
@@ -57,15 +62,19 @@ class Bystanders:
             register_module_forward_pre_hook(self._called),
             register_optimizer_step_pre_hook(self._stepped),
         ]
+        self._data.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
+        self._data.__exit__(*error)
         for handle in self._handles:
             handle.remove()
         self.restore()
 
     def restore(self) -> None:
         """Put everything back; may be called again."""
+        for tensor, data in self._data.before.values():
+            tensor.data = data
         for module, held in self._modules.values():
             put_back(module, held)
         for optimizer, held in self._optimizers.values():
@@ -82,6 +91,29 @@ class Bystanders:
         first = next((p for group in optimizer.param_groups for p in group["params"]), None)
         if not isinstance(first, FakeTensor) and id(first) not in self._trained:
             self._optimizers[id(optimizer)] = optimizer, _held_by_optimizer(optimizer)
+
+
+class _DataNoted(TorchFunctionMode):
+    """Notes what tensors were before `tensor.data = …`, which no operation shows.
+
+    A real tensor is not made fake: it would be neither.
+    """
+
+    def __init__(self, ours: Collection[int]) -> None:
+        super().__init__()
+        self._ours = ours
+        self.before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if data_is_set(func) and not isinstance(args[0], FakeTensor):
+            tensor, data = args
+            if isinstance(data, FakeTensor):
+                return None
+            if id(tensor) not in self._ours:
+                self.before.setdefault(id(tensor), (tensor, tensor.data))
+        return func(*args, **(kwargs or {}))
 
 
 def _held_by_optimizer(optimizer: Any) -> Any:
@@ -122,6 +154,8 @@ class Untouched(OperationMode):
         for tensor in tensors:
             self._note(tensor)
         self._copies: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        self._sizes: list[tuple[torch.Tensor, torch.Size]] = []
+        """Kernels that watch ranges of channels resize what was empty before the first step."""
         self._gradients: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
         self._generators: dict[torch.Generator, torch.Tensor] = {}
 
@@ -140,7 +174,13 @@ class Untouched(OperationMode):
         for leaf, gradient in self._gradients.values():
             leaf.grad = gradient
         for storage, held in self._copies.values():
+            if storage.nbytes() != held.nbytes():
+                storage.resize_(held.nbytes())
             storage.copy_(held)
+        with torch.no_grad():
+            for tensor, size in self._sizes:
+                if tensor.size() != size:
+                    tensor.resize_(size)
         for generator, state in self._generators.items():
             generator.set_state(state)
         self._bystanders.restore()
@@ -173,6 +213,7 @@ class Untouched(OperationMode):
         if key is None or key in self._known or key in self._copies:
             return
         storage = tensor.untyped_storage()
+        self._sizes.append((tensor, tensor.size()))
         with without_modes():  # on the host: the trial may be measured
             self._copies[key] = storage, storage.cpu() if tensor.is_cuda else storage.clone()
 
@@ -193,6 +234,11 @@ class Untouched(OperationMode):
             known.pop(key, None)
 
         known[key] = weakref.ref(tensor.untyped_storage(), gone)
+
+
+def data_is_set(func: Any) -> bool:
+    """`tensor.data = other`."""
+    return bool(func == _SET_DATA)
 
 
 def _key(tensor: torch.Tensor) -> int | None:
@@ -266,7 +312,8 @@ def hooks_of(model: nn.Module) -> list[Callable[..., Any]]:
 @contextmanager
 def nothing_changes(model: nn.Module, loss: Callable[..., Any]) -> Iterator[None]:
     """Around a step on fake tensors, of a fake copy of the model."""
-    with same_random_streams(), Bystanders([loss, *hooks_of(model)]):
+    others = Bystanders([loss, *hooks_of(model)])
+    with same_random_streams(), forgets_fakes(model, loss), others:
         yield
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import islice
 from numbers import Real
@@ -19,6 +19,7 @@ from ..step.predict import predict_step
 from ..techniques.base import Technique
 from ..techniques.claims import Level
 from ..techniques.plan import Plan
+from ..trace.batches import tensors_of
 from ..trace.draws import has_random_depth
 from ..trace.fakes import check_optimizer, unwrapped
 from ..trace.streams import rewound
@@ -99,6 +100,7 @@ def verify(
             replace(row, accepted=row.found is Level.UNPROVEN and row.what in accepted)
             for row in rows
         ]
+        rewind()  # another network may be in FP64 by now
         return _with_peak(made, tuple(rows), model, optimizer, loss, steps)
 
 
@@ -126,7 +128,8 @@ def _with_peak(
             return None
 
     predicted = predicted_bytes()
-    measured = made.planned.step.measure(batch)
+    with _put_back(batch):
+        measured = made.planned.step.measure(batch)
     plain = made.plain
     before = measure(plain.model, batch, loss=plain.loss, optimizer=plain.optimizer, warmup_steps=1)
     found = Certificate(
@@ -143,6 +146,18 @@ def _with_peak(
     # Of a random depth the prediction is the worst draw's.
     drawn = has_random_depth(model) and measured.peak_bytes <= (predicted or 0)
     return found if found.peak_ok or not drawn else replace(found, peak_varies=True)
+
+
+@contextmanager
+def _put_back(batch: Any) -> Iterator[None]:
+    """Values that a loss writes into its batch are as before on leaving."""
+    held = [(t, t._version, t.detach().to("cpu", copy=True)) for t in tensors_of(batch)]
+    try:
+        yield
+    finally:
+        for tensor, version, values in held:
+            if tensor._version != version:
+                tensor.detach().copy_(values)
 
 
 def _batches(batches: Iterable[Any], steps: int) -> list[Any]:

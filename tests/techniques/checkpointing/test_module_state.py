@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import shoestring as ss
-from shoestring.techniques import Checkpointing
+from shoestring.techniques import Checkpointing, GradientRelease
 
 
 class Centered(nn.Module):
@@ -212,6 +212,31 @@ def test_what_changes_after_a_block_has_read_it_is_refused() -> None:
     step = ss.apply([Checkpointing.parse("residual-1")], model, optimizer, loss=loss)
     with pytest.raises(ss.InputError, match=r"MovedSecond\.scale was changed in place after"):
         step(torch.randn(5, 6))
+
+
+class Sharing(nn.Module):
+    """A block beside others that share its adapters, and use one each."""
+
+    def __init__(self, adapters: nn.ModuleList, number: int) -> None:
+        super().__init__()
+        self.linear, self.adapters, self.number = nn.Linear(6, 6), adapters, number
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.adapters[self.number](torch.tanh(self.linear(x)))
+
+
+def test_what_a_block_holds_and_does_not_read_may_change() -> None:
+    """Its update comes first where gradients are released."""
+    batch, found = torch.randn(5, 6), []
+    for plan in ([], [Checkpointing.parse("residual-1"), GradientRelease()]):
+        torch.manual_seed(0)
+        adapters = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        model = nn.Sequential(*(Sharing(adapters, n) for n in range(3)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = ss.apply(plan, model, optimizer, loss=lambda m, b: m(b).square().mean())
+        step(batch), step(batch)
+        found.append([p.tolist() for p in model.parameters()])
+    assert found[0] == found[1]
 
 
 def test_functions_that_read_what_is_changed_unseen_are_refused() -> None:

@@ -337,3 +337,36 @@ def test_a_revised_step_goes_on_releasing_or_stops() -> None:
     for one in (step, plain):
         one(data())
     assert equal(step, plain)
+
+
+class Routed(nn.Module):
+    """The sign of a row says which of two layers it goes through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.two = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = torch.zeros_like(x)
+        for number, layer in enumerate(self.two):
+            rows = ((x[:, 0] > 0) == bool(number)).nonzero()[:, 0]
+            if len(rows):
+                made = made.index_add(0, rows, layer(x[rows]))
+        return made
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_parts_without_a_gradient_are_folded_as_nothing(decay: float) -> None:
+    """The first part has none of one layer, the last none of the other."""
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
+    x[:, 0] = torch.arange(8) - 3.5
+    seen = []
+    for plan in ([], [ss.Microbatching(2), ss.GradientRelease()]):
+        torch.manual_seed(0)
+        model = Routed()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=decay)
+        step = ss.apply(plan, model, optimizer, loss=lambda m, b: m(b).square().mean())
+        for _ in range(3):
+            step(x)
+        seen.append([p.detach().clone() for p in model.parameters()])
+    torch.testing.assert_close(seen[1], seen[0])

@@ -89,6 +89,20 @@ def items(m: nn.Module, b: Any) -> torch.Tensor:
     return lost / b["items"]
 
 
+def measured(missing: float, *, full: bool = False) -> Any:
+    aims = torch.rand(8, 20, generator=torch.Generator().manual_seed(1)) + 0.1
+    if not full:
+        for row, length in enumerate([7, 20, 3, 0, 7, 5, 4, 6]):
+            aims[row, length:] = missing
+    return X, aims
+
+
+def of_those_there(m: nn.Module, b: Any) -> torch.Tensor:
+    """As of sparse depth, of labels that few examples have."""
+    known = b[1] > 0
+    return F.l1_loss(m(b[0])[known], b[1][known])
+
+
 SPLIT = {
     "mean": (net, lambda: X, lambda m, b: m(b).square().mean(), "examples"),
     "sum": (net, lambda: X, lambda m, b: m(b).square().sum(), "sum"),
@@ -102,6 +116,9 @@ SPLIT = {
                             "labels != -100"),
     "mask": (SMALL["tied"].build, words_batch, masked, "mask"),
     "mask of ones": (SMALL["tied"].build, lambda: words_batch(full=True), masked, "mask"),
+    "measurements missing": (net, lambda: measured(torch.nan), of_those_there, "1 != nan"),
+    "unknown as -1": (net, lambda: measured(-1), of_those_there, "1 != -1"),
+    "unknown as 0": (net, lambda: measured(0), of_those_there, "1 != 0"),
     "items of the whole": (SMALL["tied"].build,
                            lambda: {**words_batch(), "items": torch.tensor(35)}, items, "sum"),
 }  # fmt: skip
@@ -119,6 +136,24 @@ def test_units_are_found(name: str) -> None:
     assert all(p.grad is None for p in model.parameters())
     assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(),
                                                   strict=True))  # fmt: skip
+
+
+@pytest.mark.parametrize("missing", [torch.nan, -1.0])
+def test_measurements_that_are_missing_later_count_from_the_first_batch_on(missing: float) -> None:
+    """Where the first batch misses none, the mean is over all the same."""
+
+    def loss(m: nn.Module, b: Any) -> torch.Tensor:
+        known = ~b[1].isnan() if missing != missing else b[1] != missing
+        return F.mse_loss(m(b[0])[known], b[1][known])
+
+    seen = []
+    for chosen in ([], [Microbatching(2)]):
+        model = copy.deepcopy(net())
+        step = apply(Plan(chosen), model, torch.optim.SGD(model.parameters(), lr=0.1), loss=loss)
+        step(measured(missing, full=True))
+        step(measured(missing))
+        seen.append([p.detach().clone() for p in model.parameters()])
+    torch.testing.assert_close(seen[1], seen[0])
 
 
 @pytest.mark.parametrize("name", SPLIT)
@@ -154,7 +189,14 @@ def inner_step(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return (functional_call(model, moved, (batch.flip(1),)) - 1).square().mean()
 
 
+def truncated(m: nn.Module, b: torch.Tensor) -> torch.Tensor:
+    """Backward through each stretch of a sequence, as soon as it is there."""
+    m(b[:, :10].repeat(1, 2)).square().mean().backward()
+    return m(b).square().mean()
+
+
 REFUSED = {
+    "backward inside": (lambda: X, truncated, "backward pass of the model itself"),
     "contrastive": (lambda: X, contrastive, "compares them with each"),
     "mixed up": (lambda: (X, labels()), mixed, "compares them with each"),
     "root of a mean": (lambda: X * torch.arange(1, 9)[:, None],

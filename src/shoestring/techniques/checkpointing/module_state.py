@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -25,8 +26,11 @@ from torch import nn
 
 from ...errors import InputError
 from ...torch_private.autograd import preserved_version
+from ...torch_private.dispatch import OperationMode
+from ...torch_private.trees import tensor_leaves
 from ...trace.attributes import CONTAINERS, Held, differ, held_by, put_back
-from ..function_writes import data_is_set, written
+from ...trace.untouched import data_is_set
+from ..function_writes import written
 from ..saving import storage_key
 
 _STATISTICS = nn.modules.batchnorm._NormBase
@@ -178,19 +182,26 @@ class FirstPass:
                 hint="recompute other blocks, or write it by a method of the tensor",
             )
 
+    def unread(self) -> AbstractContextManager[Any]:
+        """For a recomputation: InputError if it reads what was changed since the pass.
+
+        Modules of the region that the pass did not call may have been: a block shares them with
+        a later one, whose gradients came first.
+        """
+        modules = self._state._modules
+        changed = [
+            (key, tensor) for key, tensor, version in self._left if tensor._version != version
+        ]
+        if not changed:
+            return nullcontext()
+        return _Unread([(modules[key[0]], tensor, self._name(key)) for key, tensor in changed])
+
     def _name(self, key: tuple[int, str]) -> str:
         return f"{type(self._state._modules[key[0]]).__name__}.{key[1]}"
 
     def rewind(self) -> Callable[[], None]:
         """Put the modules back to before the pass; returns what undoes that."""
         modules = self._state._modules
-        for key, tensor, version in self._left:
-            if tensor._version != version:
-                raise InputError(
-                    f"{self._name(key)} was changed in place after a forward pass read it that is "
-                    "to be recomputed",
-                    hint="recompute other blocks, or change it after the step",
-                )
         now = None if self._before is None else self._state._assigned()
         data = [(tensor, tensor.data) for tensor, _ in self._data]
         held = [*self._values.values(), *self._copies]
@@ -222,6 +233,43 @@ class FirstPass:
             _set_parameters(modules, replaced)
 
         return undo
+
+
+class _Unread(OperationMode):
+    """Within: a module that holds one of these tensors does not run, and no operation reads one."""
+
+    def __init__(self, changed: Iterable[tuple[nn.Module, torch.Tensor, str]]) -> None:
+        super().__init__()
+        self._changed = list(changed)
+        self._names = {storage_key(tensor): name for _, tensor, name in self._changed}
+
+    def __enter__(self) -> _Unread:
+        self._handles = [
+            module.register_forward_pre_hook(lambda *_, name=name: _refuse(name))
+            for module, _, name in self._changed
+        ]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for handle in self._handles:
+            handle.remove()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        for leaf in tensor_leaves((args, kwargs or {})):
+            if leaf.layout is torch.strided and storage_key(leaf) in self._names:
+                _refuse(self._names[storage_key(leaf)])
+        return func(*args, **(kwargs or {}))
+
+
+def _refuse(name: str) -> None:
+    raise InputError(
+        f"{name} was changed in place after a forward pass read it that is to be recomputed",
+        hint="recompute other blocks, or change it after the step",
+    )
 
 
 def _streams() -> Any:

@@ -122,6 +122,7 @@ class Again:
         self._contexts.enter_context(self._streams())
         self._contexts.enter_context(compare(self._compares))  # regions within, too
         self._contexts.callback(self.first.rewind())
+        self._contexts.enter_context(self.first.unread())
         self._contexts.enter_context(frozen_statistics(self._model, self._kept))
         if known is not None:
             self._contexts.enter_context(known.again())

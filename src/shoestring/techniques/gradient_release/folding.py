@@ -41,9 +41,8 @@ def fold_momentum(
     group: dict[str, Any],
     *,
     first: bool,
-    last: bool,
 ) -> None:
-    """One part of SGD's update."""
+    """Add the gradient of a part to SGD's momentum; the first that there is decays it."""
     if first:
         if group["weight_decay"]:
             gradient.add_(parameter, alpha=group["weight_decay"])
@@ -53,8 +52,11 @@ def fold_momentum(
             state["momentum_buffer"].mul_(group["momentum"]).add_(gradient)
     else:
         state["momentum_buffer"].add_(gradient)
-    if last:
-        _move(parameter, state["momentum_buffer"], group["lr"])
+
+
+def move_by_momentum(parameter: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    """SGD's update, once all parts are added."""
+    _move(parameter, state["momentum_buffer"], group["lr"])
 
 
 def fold_adam(
@@ -64,9 +66,8 @@ def fold_adam(
     group: dict[str, Any],
     *,
     first: bool,
-    last: bool,
 ) -> None:
-    """One part of Adam's or AdamW's update."""
+    """Add the gradient of a part to the moments of Adam or AdamW; the first decays them."""
     beta1, beta2 = group["betas"]
     decoupled = group.get("decoupled_weight_decay", False)
     if first:
@@ -82,8 +83,12 @@ def fold_adam(
             gradient.add_(parameter, alpha=group["weight_decay"])
     state["exp_avg"].add_(gradient, alpha=1 - beta1)
     state["exp_avg_sq"].addcmul_(gradient, gradient, value=1 - beta2)
-    if not last:
-        return
+
+
+def move_by_adam(parameter: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    """The update of Adam or AdamW, once all parts are added."""
+    beta1, beta2 = group["betas"]
+    decoupled = group.get("decoupled_weight_decay", False)
     state["step"] += 1
     count = state["step"].double()
     lack1, lack2 = (

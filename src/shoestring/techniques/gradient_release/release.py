@@ -31,7 +31,7 @@ from ..apart import run_alone
 from ..base import Setup, total_norm
 from ..parameter_hooks import when_accumulated
 from ..splitting.weights import weighted_loss
-from .folding import fold_adam, fold_momentum, folds
+from .folding import fold_adam, fold_momentum, folds, move_by_adam, move_by_momentum
 from .rehearsal import taken_back
 
 EACH = "each_parameter"
@@ -51,6 +51,8 @@ class Release:
         """Gradients are clipped when all are there."""
         self._active = self._last = self._first = False
         self._released: set[torch.Tensor] = set()
+        self._folding: dict[torch.Tensor, None] = {}
+        """Parameters with a gradient in an earlier part: which parts have one may differ."""
         self._sums: dict[torch.Tensor, torch.Tensor] = {}
         self._broken: str | None = None
         self._groups: dict[torch.Tensor, dict[str, Any]] = {}
@@ -82,6 +84,7 @@ class Release:
             raise InputError(self._broken, hint="load a snapshot into a new step")
         self._check_hooks()
         self._released, self._active, self._first, self._sums = set(), True, True, {}
+        self._folding = {}
         setup = self._setup()
         assert setup is not None
         self._look_at_groups(setup)
@@ -108,9 +111,10 @@ class Release:
             finished = True
         finally:
             self._active = self._waits = False
-            if not finished and self._released:
+            moved = self._released | self._folding.keys()
+            if not finished and moved:
                 self._broken = (
-                    f"an earlier step failed after {len(self._released)} of {len(self._groups)} "
+                    f"an earlier step failed after {len(moved)} of {len(self._groups)} "
                     "parameters were updated"
                 )
 
@@ -139,7 +143,10 @@ class Release:
         parameter.grad = None
 
     def finish(self) -> None:
-        """Update what still has a gradient: those that another hook took and gave back."""
+        """Update what the last part had no gradient of, and what another hook gave back."""
+        for parameter in [p for p in self._folding if p not in self._released]:
+            with torch.no_grad():
+                self._moved(parameter)
         if any(parameter.grad is not None for parameter in self._groups):
             self._update()
         self._optimizer._opt_called = True  # type: ignore[attr-defined] # asked by LR schedulers
@@ -205,23 +212,30 @@ class Release:
         setup = self._setup()
         assert setup is not None
         setup.updating = True
-        self._show(parameter, gradient)
+        self._sum_up(parameter, gradient)
         if group["maximize"]:
             gradient = gradient.neg()
         fold = fold_adam if "betas" in group else fold_momentum
-        fold(parameter, gradient, state, group, first=self._first, last=self._last)
+        fold(parameter, gradient, state, group, first=parameter not in self._folding)
+        self._folding[parameter] = None
         parameter.grad = None
+        if self._last:
+            self._moved(parameter)
         return True
 
-    def _show(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-        """To hooks, which want the whole gradient: it is summed up for them alone."""
-        optimizer = self._optimizer
-        if not optimizer._optimizer_step_pre_hooks:
-            return
-        known = self._sums.get(parameter)
-        self._sums[parameter] = gradient.clone() if known is None else known.add_(gradient)
-        if self._last:
+    def _moved(self, parameter: torch.Tensor) -> None:
+        """By its moments, which have all parts."""
+        group = self._groups[parameter]
+        move = move_by_adam if "betas" in group else move_by_momentum
+        if parameter in self._sums:  # hooks want the whole gradient
             parameter.grad = self._sums.pop(parameter)
-            for hook in optimizer._optimizer_step_pre_hooks.values():
-                hook(optimizer, (), {})
-            parameter.grad = gradient
+            for hook in self._optimizer._optimizer_step_pre_hooks.values():
+                hook(self._optimizer, (), {})
+            parameter.grad = None
+        move(parameter, self._optimizer.state[parameter], group)
+
+    def _sum_up(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        """For hooks alone."""
+        if self._optimizer._optimizer_step_pre_hooks:
+            known = self._sums.get(parameter)
+            self._sums[parameter] = gradient.clone() if known is None else known.add_(gradient)

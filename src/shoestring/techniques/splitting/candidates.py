@@ -11,12 +11,14 @@ from torch import nn
 
 from ...trace.batches import map_tensors
 from ...trace.split import cut
-from .units import tensors_by_path
+from .units import is_not, tensors_by_path
 
 Targets = list[tuple[torch.Tensor, int]]
 """Labels that a likelihood read, and the one it ignores."""
 IGNORED = (-100, -1, 0, 1)
 """Numbers that padding usually has; also those that embeddings of the model say."""
+MISSING = ("nan", "-1", "0")
+"""Numbers in the place of a measurement that is not there: a label, a depth."""
 ENDS = 4
 """Of so many rows the last number may be padding."""
 
@@ -64,6 +66,8 @@ def masks(batch: Any, model: nn.Module) -> list[str]:
         shifts = ["", "[:, 1:]"] if tensor.dim() > 1 else [""]
         if bool((tensor >= 0).all()):  # a mask, weights of examples, lengths
             made += [f"{path}{shift}" for shift in shifts]
+        if tensor.is_floating_point():
+            made += [f"{path} != {value}" for value in MISSING]
         if not tensor.is_floating_point() and tensor.dtype is not torch.bool:
             last = tensor[:, -1:] if tensor.dim() > 1 else tensor[:0]
             ends = last.flatten()[:ENDS]
@@ -73,10 +77,10 @@ def masks(batch: Any, model: nn.Module) -> list[str]:
     return list(dict.fromkeys(made))
 
 
-def _counted(batch: Any, candidate: str) -> tuple[torch.Tensor, int]:
+def _counted(batch: Any, candidate: str) -> tuple[torch.Tensor, float]:
     """The tensor it counts, and the number it leaves out."""
     path = candidate.partition(" ")[0].partition("[")[0]
-    value = int(candidate.rpartition("!= ")[2]) if "!=" in candidate else 0
+    value = float(candidate.rpartition("!= ")[2]) if "!=" in candidate else 0
     return tensors_by_path(batch)[path], value
 
 
@@ -87,7 +91,7 @@ def ends_the_process(batch: Any, candidate: str) -> bool:
     on CUDA it is an assertion of a kernel, after which nothing runs any more.
     """
     tensor, value = _counted(batch, candidate)
-    return tensor.is_cuda and not bool((tensor == value).any())
+    return tensor.is_cuda and bool(is_not(tensor, value).all()) and not tensor.is_floating_point()
 
 
 def changed(batch: Any, candidate: str) -> Any:
@@ -95,8 +99,8 @@ def changed(batch: Any, candidate: str) -> Any:
     tensor, value = _counted(batch, candidate)
     other = tensor.clone(memory_format=torch.contiguous_format)
     flat = other.view(len(other), -1)
-    row = 1 + int((flat[1:] != value).sum(1).argmax())  # not of the part of one example
-    counted = (flat[row] != value).nonzero().flatten()
+    row = 1 + int(is_not(flat[1:], value).sum(1).argmax())  # not of the part of one example
+    counted = is_not(flat[row], value).nonzero().flatten()
     flat[row, counted[len(counted) // 2 :]] = value
     return map_tensors(partial(_exchanged, tensor, other), batch)
 
@@ -109,8 +113,8 @@ def named(units: str) -> str:
 def none_ignored(batch: Any, candidate: str) -> Any:
     """The batch with a label that counts in the place of each that is ignored."""
     tensor, value = _counted(batch, candidate)
-    counted = tensor[tensor != value]
-    other = torch.where(tensor == value, counted[:1], tensor)
+    counts = is_not(tensor, value)
+    other = torch.where(counts, tensor, tensor[counts][:1])
     return map_tensors(partial(_exchanged, tensor, other), batch)
 
 

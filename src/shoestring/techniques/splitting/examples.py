@@ -78,6 +78,9 @@ class ExampleRuns:
         """The units by which it splits, or that there are none."""
         values = self._values(self._batch)
         assert self._seen is not None
+        if self._runs.backward:  # what it leaves there, no weight reaches
+            why = "the loss runs a backward pass of the model itself"
+            return SplitFound(EXAMPLES, False, why)
         if not math.isfinite(values.whole):  # none of these examples has a label
             raise Failed(f"the loss of {self._examples} examples is {values.whole}", unclear=True)
         if known is not None:
@@ -191,6 +194,8 @@ class ExampleRuns:
         assert self._seen is not None
         kind = max(self._seen.kinds & TOLERANCES.keys(), key=lambda k: TOLERANCES[k],
                    default=torch.float32)  # fmt: skip
+        if not math.isfinite(whole):  # nothing to compare
+            return Values(whole, [], TOLERANCES[kind])
         failed: Failed | None = None
         cuts = []
         for at in self._cuts:

@@ -34,6 +34,8 @@ class CopyRuns:
         """With kernels whose draws can be cut."""
         self.needs_gradients = False
         """The loss takes gradients itself: a penalty, an inner step."""
+        self.backward = False
+        """The loss ran a backward pass of the model."""
         self.left: Left = {}
         """By the last run."""
 
@@ -54,8 +56,10 @@ class CopyRuns:
                 for (path, name), value in (given or {}).items():
                     model.get_submodule(path).__dict__[name] = value
                 before = [dict(vars(module)) for module in model.modules()]
+                gradients = _gradients(model)
                 with torch.set_grad_enabled(self.needs_gradients or parameters is not None):
                     value = self._loss(model, map_tensors(torch.clone, batch))
+                self.backward = self.backward or _gradients(model) != gradients
                 self.left = assigned(model, before)
                 if not isinstance(value, torch.Tensor) or value.numel() != 1:
                     raise Failed("the loss is not one number")
@@ -95,6 +99,12 @@ class CopyRuns:
             if is_normalization(module):
                 module.eval()
         yield made, memo
+
+
+def _gradients(model: nn.Module) -> list[tuple[int, int] | None]:
+    """Which tensors they are, and how often they were written."""
+    held = (p.grad for p in model.parameters())
+    return [None if g is None else (id(g), g._version) for g in held]
 
 
 def in_type_of(model: nn.Module, batch: Any) -> Any:

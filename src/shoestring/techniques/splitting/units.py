@@ -4,12 +4,13 @@ A loss that is a mean over examples, over labels that are not ignored, or over a
 its parts' losses, each weighed by its share of the units. A summed loss is the plain sum of them.
 Units that follow from a tensor of the batch are written as text, so that a plan can be saved:
 "labels[:, 1:] != -100" counts the labels from the second position on that are not -100; "mask"
-adds up a mask.
+adds up a mask; "targets != nan" counts those that are not missing.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -24,7 +25,7 @@ from ...trace.split import examples_of
 Units = Callable[[Any], float | torch.Tensor]
 
 AUTO, EXAMPLES, SUM = "auto", "examples", "sum"
-_TEXT = re.compile(r"(?P<path>[\w.-]+)(?P<shifted>\[:, 1:\])?(?: != (?P<ignored>-?\d+))?")
+_TEXT = re.compile(r"(?P<path>[\w.-]+)(?P<shifted>\[:, 1:\])?(?: != (?P<ignored>-?\d+|nan))?")
 HINT = (
     "'auto' (found on the first batch), 'examples', 'sum', a tensor of the batch such as "
     "'labels != -100' or 'mask', or a function from a part of the batch to its number of units"
@@ -80,9 +81,14 @@ def counter(units: str | Units) -> Units:
         held = held.detach()
         if match["shifted"]:
             held = held[:, 1:]
-        return (held if match["ignored"] is None else held != int(match["ignored"])).sum()
+        return (held if match["ignored"] is None else is_not(held, float(match["ignored"]))).sum()
 
     return count
+
+
+def is_not(tensor: torch.Tensor, value: float) -> torch.Tensor:
+    """Where it is another number, or any number for NaN."""
+    return ~tensor.isnan() if math.isnan(value) else tensor != value
 
 
 def weights(units: str | Units, parts: list[Any]) -> list[float | torch.Tensor]:
