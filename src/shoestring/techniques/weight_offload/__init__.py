@@ -22,7 +22,7 @@ from ..offers import Context, Offer, Update, Updates
 from ..optimizers import ELEMENTWISE
 from ..registry import register
 from .parameters import SavingWeights, hosts, put_on_host, weight_on_host
-from .store import HostWeight, HostWeights
+from .store import HostWeight, HostWeights, set_data
 
 __all__ = ["WeightOffload"]
 
@@ -279,7 +279,7 @@ def _map(parameter: torch.Tensor, folder: str) -> Any:
     """Beside the CPU a weight is read where it lies, in a file."""
     before = parameter.data
     try:
-        parameter.data = offloaded(parameter, folder, pinned=False)
+        set_data(parameter, offloaded(parameter, folder, pinned=False))
     except OSError as error:
         raise InputError(
             f"no room for the weights in {folder}: {error}", hint="WeightOffload(folder=…)"
@@ -289,7 +289,7 @@ def _map(parameter: torch.Tensor, folder: str) -> Any:
 
     def undo() -> None:
         now = parameter.data
-        parameter.data = torch.empty_strided(shape, now.stride(), dtype=dtype).copy_(now)
+        set_data(parameter, torch.empty_strided(shape, now.stride(), dtype=dtype).copy_(now))
 
     return undo
 

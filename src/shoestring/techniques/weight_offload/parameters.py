@@ -29,7 +29,7 @@ from ...torch_private.trees import tensor_leaves
 from ..function_writes import may_write, written
 from ..metadata import LAYOUT, METADATA
 from ..saving import Saved
-from .store import HostWeight, HostWeights
+from .store import HostWeight, HostWeights, set_data
 
 _T = torch.Tensor
 _HELD = "_on_host"
@@ -90,7 +90,7 @@ def hosts(parameter: torch.Tensor) -> bool:
 def put_on_host(parameter: torch.Tensor, weight: HostWeight) -> Callable[[], None]:
     """From now on its numbers are the weight's. Returns the undo."""
     own = type(parameter)
-    parameter.data = weight.bare
+    set_data(parameter, weight.bare)
     parameter.__dict__[_HELD] = weight
     parameter.__class__ = FakeOnHost if own is FakeTensor else OnHost
 
@@ -102,7 +102,7 @@ def put_on_host(parameter: torch.Tensor, weight: HostWeight) -> Callable[[], Non
             back = torch.empty_strided(
                 there.shape, there.stride(), dtype=there.dtype, device=weight.device
             )
-            parameter.data = back.copy_(there)
+            set_data(parameter, back.copy_(there))
 
     return undo
 

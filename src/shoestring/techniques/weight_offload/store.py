@@ -154,7 +154,7 @@ class HostWeights:
                 assert parameter is not None
                 here = weight.store.bring(weight)
                 if not weight.present:
-                    _set_data(parameter, here)
+                    set_data(parameter, here)
                 weight.present += 1
                 entered.append((weight, parameter, here))
             yield
@@ -162,7 +162,7 @@ class HostWeights:
             for weight, parameter, here in entered:
                 weight.present -= 1
                 if not weight.present:
-                    _set_data(parameter, weight.bare)
+                    set_data(parameter, weight.bare)
                 if weight in writes:
                     weight.store._written[weight] = here
 
@@ -344,7 +344,8 @@ def _streams(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda and not is_fake(tensor)
 
 
-def _set_data(parameter: torch.Tensor, data: torch.Tensor) -> None:
+def set_data(parameter: torch.Tensor, data: torch.Tensor) -> None:
+    """`parameter.data = data`, which whoever watches for that need not undo."""
     with DisableTorchFunction():
         parameter.data = data
 
