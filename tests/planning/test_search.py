@@ -16,7 +16,7 @@ from shoestring.planning.allow import Allowed
 from shoestring.planning.cost import NOMINAL
 from shoestring.planning.planner import Planner
 from shoestring.planning.result import FrontPoint
-from shoestring.planning.search import Candidate, pareto, search
+from shoestring.planning.search import Candidate, pareto, search, smallest
 from shoestring.planning.settings import Setting
 from shoestring.step.profiling import profile
 from shoestring.techniques import (
@@ -108,6 +108,38 @@ def test_a_lossless_plan_that_is_far_slower_gives_way(
     assert found is not None and found.candidate.plan.short() == chosen
     assert found.lossless_seconds == (lossless if chosen == "8-bit state" else None)
     assert known.predicted == [chosen]
+
+
+class _Bounded(_Known):
+    """Bytes by kind: what no plan is below, and what the smallest needs."""
+
+    def __init__(self, sizes: dict[str, tuple[int, int]]) -> None:
+        super().__init__(dict.fromkeys(sizes, 1.0))
+        self._sizes = sizes
+
+    def least_bytes(self, setting: Setting) -> int:
+        return self._sizes[setting.plan().short()][0]
+
+    def least(self, setting: Setting) -> Candidate:
+        return Candidate(setting, None, self._sizes[setting.plan().short()][1], 1.0, Work(1))
+
+    def predict(self, candidate: Candidate) -> Prediction:
+        self.predicted.append(candidate.plan.short())
+        return Prediction(candidate.peak_bytes, "device", "cuda", 1.0, 1, "nominal")
+
+
+def test_the_smallest_is_not_the_one_of_the_lowest_bound() -> None:
+    some = [
+        Setting((Offer(technique, ""),))
+        for technique in (Offload(), OptimizerState(8), OptimizerState(4), GradientRelease())
+    ]
+    names = [setting.plan().short() for setting in some]
+    known = _Bounded(
+        dict(zip(names, ((10, 90), (11, 80), (12, 70), (20, 30)), strict=True)),
+    )
+    found = smallest(known, some)  # type: ignore[arg-type]
+    assert found is not None and found.candidate.plan.short() == names[-1]
+    assert known.predicted == names[-1:]  # no other can need less than is estimated for it
 
 
 class _Told(_Known):

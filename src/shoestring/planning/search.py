@@ -45,7 +45,7 @@ _WORTH = 0.97
 """Of the time of a plan that fits: others are predicted only if they are estimated to need less."""
 
 _SMALLEST = 3
-"""Settings with the lowest bounds that can be applied, of which the smallest plan is sought."""
+"""Settings that can be applied and are estimated to need least, of which the smallest is sought."""
 
 
 @dataclass(frozen=True)
@@ -264,27 +264,36 @@ def _between(
 
 
 def smallest(estimates: Estimates, settings: Sequence[Setting]) -> Found | None:
-    """The plan of least predicted memory that was found."""
+    """The plan of least predicted memory that was found.
+
+    Each setting stands in the queue with the bytes it needs at least, then with those estimated for
+    its smallest schedule; the first `_SMALLEST` that come out with a schedule are predicted.
+    """
+
+    def milder(setting: Setting) -> tuple[float, float]:
+        return setting.scales.share, -sum(offer.lossiness for offer in setting.offers)
+
     best: Found | None = None
-
-    def bound(setting: Setting) -> tuple[int, float, float]:
-        lossiness = sum(offer.lossiness for offer in setting.offers)
-        return estimates.least_bytes(setting), setting.scales.share, -lossiness
-
     tried = 0
-    for setting in sorted(settings, key=bound):
-        if tried == _SMALLEST:
-            break
+    queue: list[tuple[int, tuple[float, float], int, Setting, Candidate | None]] = []
+    for number, setting in enumerate(settings):
+        queue.append((estimates.least_bytes(setting), milder(setting), number, setting, None))
+    heapq.heapify(queue)
+    while queue and tried < _SMALLEST:
+        needed, _, number, setting, candidate = heapq.heappop(queue)
         known = None if best is None else best.predicted.needed_bytes
-        if known is not None and estimates.least_bytes(setting) >= known:
+        if known is not None and needed >= known:
             break
-        least = estimates.least(setting)
-        if least is None or (known is not None and least.peak_bytes >= known):
+        if candidate is None:
+            least = estimates.least(setting)
+            if least is not None:
+                about = max(least.peak_bytes, needed)
+                heapq.heappush(queue, (about, milder(setting), number, setting, least))
             continue
-        predicted = estimates.predict(least)
+        predicted = estimates.predict(candidate)
         tried += predicted is not None
         if predicted is not None and (known is None or predicted.needed_bytes < known):
-            best = Found(least, predicted)
+            best = Found(candidate, predicted)
     return best
 
 
