@@ -110,6 +110,37 @@ def test_a_lossless_plan_that_is_far_slower_gives_way(
     assert known.predicted == [chosen]
 
 
+class _Scratch(_Known):
+    """Estimates that leave out bytes of kernels, by kind."""
+
+    def __init__(self, left_out: dict[str, int]) -> None:
+        super().__init__({kind: 1.0 + number / 100 for number, kind in enumerate(left_out)})
+        self._left_out = left_out
+
+    def best(self, setting: Setting, room_bytes: int) -> Candidate:
+        return Candidate(setting, None, 90, self.least_seconds(setting), Work(1))
+
+    def tighter(self, candidate: Candidate, missing_bytes: int) -> Candidate | None:
+        return None
+
+    def predict(self, candidate: Candidate) -> Prediction:
+        kind = candidate.plan.short()
+        self.predicted.append(kind)
+        needed = candidate.peak_bytes + self._left_out[kind]
+        return Prediction(needed, "device", "cuda", candidate.seconds, 1, "nominal")
+
+
+def test_what_estimates_leave_out_is_learnt_from_the_first_prediction() -> None:
+    some = [Setting((Offer(Offload(share=n / 32), ""),)) for n in range(1, 33)]
+    kinds = [s.plan().short() for s in some]
+    none = _Scratch(dict.fromkeys(kinds, 50))
+    assert search(none, some, 100, Circumstances("cuda", batch_norm=False)) is None  # type: ignore[arg-type]
+    assert len(none.predicted) < 12  # all 32 before
+    last = _Scratch({**dict.fromkeys(kinds, 50), kinds[3]: 5})  # fits, unlike the first of its like
+    found = search(last, some, 100, Circumstances("cuda", batch_norm=False))  # type: ignore[arg-type]
+    assert found is not None and found.candidate.plan.short() == kinds[3]
+
+
 class _Bounded(_Known):
     """Bytes by kind: what no plan is below, and what the smallest needs."""
 

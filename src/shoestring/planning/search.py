@@ -20,6 +20,7 @@ from ..memory.prediction import Prediction
 from ..memory.work import Work
 from ..techniques.base import Technique
 from ..techniques.claims import Circumstances, Level
+from ..techniques.offers import Scales
 from ..techniques.plan import Plan
 from ..units import format_size
 from .margin import Margin
@@ -43,6 +44,12 @@ _BETWEEN = (0.25, 0.5, 0.75)
 """Where faster schedules are sought between one that does not fit and the one that was found."""
 _WORTH = 0.97
 """Of the time of a plan that fits: others are predicted only if they are estimated to need less."""
+
+_UNLIKELY = 1.05
+"""Of the limit: a candidate that needs so much, with what estimates of the same passes left out, is
+put aside: predicted only where nothing else fits."""
+_LIKELIEST = 8
+"""Of those that were put aside, how many are predicted in the end."""
 
 _SMALLEST = 3
 """Settings that can be applied and are estimated to need least, of which the smallest is sought."""
@@ -194,7 +201,14 @@ def _fastest(
     limit_bytes: int,
     below_seconds: float = math.inf,
 ) -> Found | None:
-    """Of equally lossy ones, best first."""
+    """Of equally lossy ones, best first.
+
+    Scratch memory of kernels, for one, is in predictions alone. What estimates of the same passes
+    left out at least is taken to be missing from the next one, too: without that, each of hundreds
+    of settings would be predicted up to `TRIES` times before a budget is refused.
+    """
+    left_out: dict[Scales, int] = {}
+    unlikely: list[tuple[int, Candidate]] = []
     queue: list[tuple[float, int, Setting, Candidate | None, Candidate | None, int, int]] = []
     for number, setting in enumerate(settings):
         least = estimates.least_seconds(setting)
@@ -204,7 +218,7 @@ def _fastest(
     while queue:
         least, number, setting, candidate, last, missing, tries = heapq.heappop(queue)
         if least >= (below_seconds if kept is None else kept.seconds):
-            return kept
+            break
         if candidate is None:
             if last is None and estimates.least_bytes(setting) <= limit_bytes:
                 candidate = estimates.best(setting, limit_bytes)
@@ -219,9 +233,18 @@ def _fastest(
             again = (candidate.seconds, number, setting, None, candidate, missing, tries - 1)
             heapq.heappush(queue, again)
             continue
+        foreseen = candidate.peak_bytes + left_out.get(setting.scales, 0)
+        if foreseen > _UNLIKELY * limit_bytes:
+            unlikely.append((foreseen, candidate))
+            missing = foreseen - limit_bytes
+            again = (candidate.seconds, number, setting, None, candidate, missing, tries - 1)
+            heapq.heappush(queue, again)
+            continue
         predicted = estimates.predict(candidate)
         if predicted is None:
             continue
+        more = max(predicted.needed_bytes - candidate.peak_bytes, 0)
+        left_out[setting.scales] = min(left_out.get(setting.scales, more), more)
         over = predicted.needed_bytes - limit_bytes
         if over <= 0:
             found_now = Found(candidate, predicted)
@@ -242,7 +265,23 @@ def _fastest(
             skipped[number] = first, less + missing
         again = (candidate.seconds, number, setting, None, candidate, missing, tries - 1)
         heapq.heappush(queue, again)
-    return kept
+    return _likeliest(estimates, unlikely, limit_bytes, below_seconds) if kept is None else kept
+
+
+def _likeliest(
+    estimates: Estimates,
+    unlikely: list[tuple[int, Candidate]],
+    limit_bytes: int,
+    below_seconds: float,
+) -> Found | None:
+    """One that fits after all, among those that need least by what their estimates left out."""
+    for _, candidate in sorted(unlikely, key=lambda one: one[0])[:_LIKELIEST]:
+        predicted = estimates.predict(candidate)
+        if predicted is not None and predicted.needed_bytes <= limit_bytes:
+            found = Found(candidate, predicted)
+            if found.seconds < below_seconds:
+                return found
+    return None
 
 
 def _between(
