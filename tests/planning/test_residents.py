@@ -143,3 +143,17 @@ def test_reserved_bytes_have_the_state_once_where_updates_run_in_the_backward_pa
             above[names] = predicted.reserved_bytes - predicted.peak_bytes
     state_bytes = 2 * sum(p.nbytes for p in model.parameters())
     assert above[frozenset({"fused_update", "gradient_release"})] < state_bytes / 4
+
+
+def test_what_lies_on_the_host_is_not_narrowed_again() -> None:
+    """Weights in 16 bits that are not there took a megabyte off what was."""
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
+    planned = Planner(
+        model, torch.randn(4, 256), loss=loss, optimizer="adamw", allow="near", device="cpu",
+        costs=NOMINAL["cpu"],
+    )  # fmt: skip
+    some = planned._settings(planned.allowed)
+    narrow = [s for s in some if {"precision", "weight_offload"} <= {t.name for t in s.techniques}]
+    assert narrow
+    estimates = planned.estimates
+    assert min(estimates._resident_bytes(setting) for setting in narrow) > 0  # type: ignore[union-attr]

@@ -81,7 +81,8 @@ def test_it_is_profiled_in_both_accountings(toy: Any) -> None:
 def test_it_is_planned_when_nothing_else_fits_and_keeps_its_word(
     toy: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ss.Offload, "offers", classmethod(lambda cls, context: ()))  # of state
+    for host in (ss.Offload, ss.WeightOffload):
+        monkeypatch.setattr(host, "offers", classmethod(lambda cls, context: ()))
     model, batch, given = step()
     plain = ss.profile(model, batch, **given, accounting="device").peak_bytes
     with pytest.raises(ss.BudgetError, match="no plan fits") as refused:

@@ -168,12 +168,15 @@ class DeviceEstimates:
         return self.context.device == "cuda" and self.context.reserved
 
     def _resident_bytes(self, setting: Setting) -> int:
-        """There all the time."""
+        """There all the time. A technique may narrow the model and another take it away."""
         whole, now = self._update(()), self.update(setting)
         fixed = self._passes(setting).fixed_bytes
+        model = fixed + now.model_bytes - whole.model_bytes
+        if now.model_bytes < whole.model_bytes:
+            model = max(model, fixed * now.model_bytes // whole.model_bytes)
         inside = any(t.updates_in_backward for t in setting.techniques)
         lasting = now.lasting_bytes if inside else 0
-        return fixed - whole.model_bytes + now.model_bytes + now.state_bytes + lasting
+        return model + now.state_bytes + lasting
 
     def floor_bytes(self, setting: Setting) -> int:
         """At the peak of the update, through which libraries keep their workspaces."""

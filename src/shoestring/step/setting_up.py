@@ -71,13 +71,15 @@ class Base:
     split: Any
     backward: Any
     update: Any
+    rounds_saved: bool
     undone: int
     """Steps back that belong to what came before."""
 
     @classmethod
     def of(cls, setup: Setup) -> Base:
         """As it is now."""
-        return cls(setup.run, setup.split, setup.backward, setup.update, len(setup.undo))
+        undone = len(setup.undo)
+        return cls(setup.run, setup.split, setup.backward, setup.update, setup.rounds_saved, undone)
 
     def restore(self, setup: Setup) -> None:
         """Take away what came after."""
@@ -86,6 +88,7 @@ class Base:
         setup.undo.clear()
         setup.run, setup.split = self.run, self.split
         setup.backward, setup.update = self.backward, self.update
+        setup.rounds_saved = self.rounds_saved
 
 
 def transform(setup: Setup, parts: Iterable[Any], *, keep_undo: bool = False) -> Base:
@@ -98,6 +101,7 @@ def transform(setup: Setup, parts: Iterable[Any], *, keep_undo: bool = False) ->
             if base is None and getattr(part, "revisable", False):
                 base = Base.of(setup)
             part.apply(setup)
+            setup.rounds_saved |= getattr(part, "rounds_saved", False)
     except BaseException:
         for undo in reversed(setup.undo):
             undo()

@@ -166,6 +166,8 @@ class Setup:
     updating: bool = False
     """The update of this step has begun. Fused kernels do not count as writing, so versions of
     tensors do not tell."""
+    rounds_saved: bool = False
+    """A technique rounds what is saved for backward, so that what is recomputed differs."""
     first_run_differs: bool = False
     """The first forward pass is looked at; what was found there changes those after it."""
     update_on_device: bool = False

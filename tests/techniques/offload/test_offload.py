@@ -587,7 +587,10 @@ def test_what_it_cannot_do_is_refused() -> None:
 # -- plans -------------------------------------------------------------------------------------
 
 
-def test_a_plan_offloads_before_it_rounds_and_says_what_is_hidden() -> None:
+def test_a_plan_offloads_before_it_rounds_and_says_what_is_hidden(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ss.WeightOffload, "offers", classmethod(lambda cls, context: ()))
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
     given: dict[str, Any] = {"loss": loss, "optimizer": "adamw"}
     x = torch.randn(4, 256)

@@ -191,7 +191,8 @@ def test_a_broken_decoding_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_is_planned_when_the_state_must_shrink_and_keeps_its_word(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ss.Offload, "offers", classmethod(lambda cls, context: ()))
+    for host in (ss.Offload, ss.WeightOffload):
+        monkeypatch.setattr(host, "offers", classmethod(lambda cls, context: ()))
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6))).bfloat16()
     batch = torch.randn(4, 256, dtype=torch.bfloat16)

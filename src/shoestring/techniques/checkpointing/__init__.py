@@ -223,7 +223,8 @@ class Checkpointing(Technique):
             return
         paths = self._find(setup.model)
         setup.undo.append(wrap_blocks(setup.model, paths, self._items(setup.model, paths)))
-        setup.run = compared_at_first(without_caches(setup.model, setup.run))
+        setup.run = without_caches(setup.model, setup.run)
+        setup.run = compared_at_first(setup)
         setup.backward = explained(setup.backward)
 
     @property

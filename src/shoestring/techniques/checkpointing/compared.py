@@ -33,7 +33,7 @@ from ...errors import InputError
 from ...torch_private.autograd import DisableTorchFunction, add_determinism_check
 from ...torch_private.trees import tree_leaves
 from ...trace.fakes import is_fake
-from ..base import Run
+from ..base import Run, Setup
 from ..saving import storage_key
 from .module_state import FirstPass, ModuleState
 
@@ -54,12 +54,12 @@ _where: ContextVar[tuple[nn.Module, ModuleState, FirstPass] | None]
 _where = ContextVar("the region that runs", default=None)
 
 
-def compared_at_first(run: Run) -> Run:
-    """The run, with all that the first one's regions recompute compared."""
-    ran = [False]
+def compared_at_first(setup: Setup) -> Run:
+    """Its run, the first with all that is recomputed compared; not where inputs are rounded."""
+    ran, run = [False], setup.run
 
     def comparing(batch: Any) -> torch.Tensor:
-        if ran[0] or not _allowed.get():
+        if ran[0] or setup.rounds_saved or not _allowed.get():
             return run(batch)
         ran[0] = True
         with compare():
