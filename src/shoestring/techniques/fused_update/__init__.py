@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
 
 from ...errors import InputError
+from ...torch_private.dispatch import without_modes
+from ...trace.cuda import on_cuda
 from ...trace.fakes import is_fake
 from ..base import Setup, Technique
 from ..claims import MOVED, Circumstances, Claim, Level
@@ -68,6 +71,15 @@ class FusedUpdate(Technique):
         if setup.update_on_device:  # another technique has put its own update there
             return
         optimizer, update, run = setup.optimizer, setup.update, setup.run
+        for dtype in {p.dtype for g in optimizer.param_groups for p in g["params"] if _on_cpu(p)}:
+            kind: Any = type(optimizer)
+            if not _moves(kind, dtype):
+                name = type(optimizer).__name__
+                raise InputError(
+                    f"the fused {name} of PyTorch {torch.__version__} leaves weights in {dtype} as "
+                    "they are on the CPU",
+                    hint="leave out fused_update",
+                )
         before = [{k: group.get(k) for k in _SWITCHES} for group in optimizer.param_groups]
         switch(optimizer)
         early: list[torch.Tensor] = []
@@ -113,6 +125,21 @@ class FusedUpdate(Technique):
 
 _WHY = "one kernel instead of copies of all parameters; can be part of a CUDA graph"
 _SWITCHES = ("fused", "foreach", "capturable")
+
+
+@cache
+def _moves(kind: Any, dtype: torch.dtype) -> bool:
+    """Whether the kernel on the CPU updates numbers of this type: PyTorch 2.13's SGD of 16 bits
+    does so for the last few of a tensor alone."""
+    with without_modes(), torch.enable_grad():
+        tried = torch.nn.Parameter(torch.ones(64, dtype=dtype))
+        tried.grad = torch.ones_like(tried)
+        kind([tried], lr=0.5, fused=True).step()
+        return bool((tried < 0.75).all())
+
+
+def _on_cpu(parameter: torch.Tensor) -> bool:
+    return parameter.device.type == "cpu" and not on_cuda(parameter)
 
 
 def switch(optimizer: torch.optim.Optimizer) -> None:
