@@ -271,6 +271,24 @@ def test_a_chunk_that_was_fetched_with_more_parameters_than_are_updated(way: str
     assert equal(*ended)
 
 
+@pytest.mark.parametrize("biased", [True, False])
+def test_released_updates_may_begin_with_the_only_state_there_is(
+    biased: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No buffer was made for it: it came with the last update of the first step."""
+    monkeypatch.setattr(technique, "on_cuda", lambda tensor: True)
+    found = []
+    for plan in ([ss.GradientRelease()], [ss.GradientRelease(), ss.Offload(smallest=2000)]):
+        torch.manual_seed(0)
+        model = nn.Linear(48, 48, bias=biased)
+        own = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        step = ss.apply(plan, model, own, loss=loss)
+        for number in range(3):
+            step(data(number))
+        found.append([p.detach() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 def test_what_is_packed_stays_packed() -> None:
     """A step count that stays on the device is no reason to pack all state again."""
     there = torch.zeros(8)
