@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import shoestring as ss
 from shoestring.errors import BudgetError, InputError, NoEffectWarning
@@ -284,6 +285,55 @@ def test_models_that_read_weights_in_other_ways(streamed: None, kind: str, relea
     step = ss.apply([ON_HOST, *others], model, optimizer, loss=of)
     step(batch)
     assert predicted.peak_bytes == pytest.approx(step.measure(batch).peak_bytes, rel=0.01)
+
+
+class Recomputing(nn.Sequential):
+    """With PyTorch's own checkpointing."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self:
+            x = checkpoint(part, x, use_reentrant=False)
+        return x
+
+
+@pytest.mark.parametrize("plan", [(), (ss.Checkpointing("residual-1"),)], ids=["own", "ours"])
+def test_frozen_weights_of_blocks_that_are_recomputed(
+    streamed: None, plan: tuple[ss.Technique, ...]
+) -> None:
+    """Recomputation holds what is saved again until backward reads it."""
+
+    def build() -> nn.Module:
+        model = network()
+        for block in model[1]:  # type: ignore[union-attr]
+            block.up.requires_grad_(False)
+            block.norm.weight.requires_grad_(False)
+        return model if plan else Recomputing(*model)
+
+    assert_equal(trained(ON_HOST, *plan, build=build), trained(*plan, build=build))
+    model = build()
+    optimizer = OPTIMIZERS["sgd"](model)
+    predicted = predict_step([ON_HOST, *plan], model, data(), loss=loss, optimizer=optimizer)
+    step = ss.apply([ON_HOST, *plan], model, optimizer, loss=loss)
+    step(data())
+    assert predicted.peak_bytes == pytest.approx(step.measure(data()).peak_bytes, rel=0.01)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("plan", [(ON_HOST,), (ss.Offload(smallest=1), ss.FusedUpdate())], ids=str)
+def test_transposed_weights_keep_their_layout(
+    plan: tuple[ss.Technique, ...], optimizer: str
+) -> None:
+    """A fused update takes weight, gradient and state in the order of their memory."""
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Linear(WIDTH, 10)
+        model.weight = nn.Parameter(torch.randn(WIDTH, 10).t())
+        return model
+
+    given: dict[str, Any] = {"build": build, "optimizer": optimizer}
+    expected = trained(*plan[1:], **given)
+    assert_equal(trained(*plan, **given), expected)
 
 
 def test_other_optimizers_update_weights_where_they_are(streamed: None) -> None:
