@@ -287,6 +287,37 @@ def test_models_that_read_weights_in_other_ways(streamed: None, kind: str, relea
     assert predicted.peak_bytes == pytest.approx(step.measure(batch).peak_bytes, rel=0.01)
 
 
+class Positionwise(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.mlp = nn.Sequential(
+            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.mlp(self.norm(x))
+
+
+@pytest.mark.parametrize("others", [(), (ss.Checkpointing("residual-1"),)], ids=["kept", "ours"])
+def test_mlps_in_tiles(streamed: None, others: tuple[ss.Technique, ...]) -> None:
+    """MLPs are found by running them on fake tensors, while their weights are still there."""
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*(Positionwise() for _ in range(3)), nn.Linear(WIDTH, 10))
+
+    plan = (ss.TiledMLP(8), *others)
+    given: dict[str, Any] = {"build": build, "optimizer": "adamw"}
+    assert_equal(trained(ON_HOST, *plan, **given), trained(*plan, **given))
+    model = build()
+    own = OPTIMIZERS["adamw"](model)
+    predicted = predict_step([ON_HOST, *plan], model, data(), loss=loss, optimizer=own).peak_bytes
+    step = ss.apply([ON_HOST, *plan], model, own, loss=loss)
+    step(data())
+    assert predicted == pytest.approx(step.measure(data()).peak_bytes, rel=0.01)
+
+
 class Recomputing(nn.Sequential):
     """With PyTorch's own checkpointing."""
 
