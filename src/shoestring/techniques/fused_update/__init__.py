@@ -13,6 +13,7 @@ from ...errors import InputError
 from ...torch_private.dispatch import without_modes
 from ...trace.cuda import on_cuda
 from ...trace.fakes import is_fake
+from ..apart import Chunk, hooks_once, run_alone
 from ..base import Setup, Technique
 from ..claims import MOVED, Circumstances, Claim, Level
 from ..offers import Context, Offer
@@ -94,7 +95,13 @@ class FusedUpdate(Technique):
 
         def fused() -> None:
             switch(optimizer)
-            update()
+            apart = _begin_later(optimizer)
+            if not apart:
+                update()
+                return
+            with hooks_once(optimizer):
+                for chunk in apart:
+                    run_alone(optimizer, chunk, update)
 
         def settle() -> None:  # one without a gradient has no state in plain training
             drop_unused(optimizer, early)
@@ -136,6 +143,24 @@ def _moves(kind: Any, dtype: torch.dtype) -> bool:
         tried.grad = torch.ones_like(tried)
         kind([tried], lr=0.5, fused=True).step()
         return bool((tried < 0.75).all())
+
+
+def _begin_later(optimizer: torch.optim.Optimizer) -> list[Chunk]:
+    """Where momentum begins for some parameters and goes on for others: each apart.
+
+    SGD's kernel takes all or none of it. An expert or an early exit may have a first gradient late.
+    """
+    if type(optimizer) is not torch.optim.SGD:
+        return []
+    chunks: list[Chunk] = []
+    mixed = False
+    for group in optimizer.param_groups:
+        held = [p for p in group["params"] if p.grad is not None]
+        has = {p: optimizer.state.get(p, {}).get("momentum_buffer") is not None for p in held}
+        parts = [[p for p in held if has[p] is there] for there in (True, False)]
+        mixed |= bool(group["momentum"]) and all(parts)
+        chunks += [(group, part) for part in parts if part]
+    return chunks if mixed else []
 
 
 def _on_cpu(parameter: torch.Tensor) -> bool:
