@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from shoestring.step.predict import predict_step
 from shoestring.techniques import host, offload, weight_offload
 from shoestring.techniques.weight_offload.parameters import weight_on_host
 from shoestring.trace.graph import Role
+from shoestring.trace.places import is_elsewhere
 
 BLOCKS, WIDTH = 4, 32
 ON_HOST = ss.WeightOffload(smallest=1)
@@ -584,6 +586,32 @@ def test_refused_before_anything_changes(tmp_path: Path, monkeypatch: pytest.Mon
     model[0].compile(backend="eager")
     with pytest.raises(InputError, match="compiled"):
         ss.apply([ON_HOST], model, optimizer, loss=loss)
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="as Linux has it")
+def test_a_disk_that_fills_is_said_and_nothing_changes(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = network()
+    optimizer = OPTIMIZERS["sgd"](model)
+    before = {n: (id(p), p.detach().clone()) for n, p in model.named_parameters()}
+    given, left = os.posix_fallocate, iter(range(5))
+
+    def full(file: int, start: int, nbytes: int) -> None:
+        if next(left, None) is None:
+            raise OSError(28, "No space left on device")
+        given(file, start, nbytes)
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(InputError, match=r"^no room for the weights .*No space left") as said:
+        ss.apply([ON_HOST, ss.GradientRelease()], model, optimizer, loss=loss)
+    assert "\n" not in str(said.value)
+    for name, parameter in model.named_parameters():
+        own, numbers = before[name]
+        assert id(parameter) == own and type(parameter) is nn.Parameter
+        assert torch.equal(parameter, numbers) and not parameter._post_accumulate_grad_hooks
+    assert not any(map(is_elsewhere, model.parameters()))
+    ss.apply([], model, optimizer, loss=loss)(data())
 
 
 def test_it_says_so_where_nothing_moves() -> None:
