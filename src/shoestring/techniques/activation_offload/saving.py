@@ -135,7 +135,7 @@ class SavingOnHost(AbstractContextManager["SavingOnHost"]):
 def _counted_alone(tensor: torch.Tensor) -> Any:
     """The part of a storage whose writes a version counts; None for all of it.
 
-    Parts that are no views of one tensor, as `unsafe_chunk` makes them in a GRU, count their own.
+    Parts made by `unsafe_chunk`, as in a GRU, share a storage and each count their own writes.
     """
     base = tensor if tensor._base is None else tensor._base
     if base.numel() * base.element_size() == base.untyped_storage().nbytes():

@@ -221,7 +221,7 @@ class SavingWeights(AbstractContextManager["SavingWeights"]):
 def _keeping_numbers(outer: Any) -> Iterator[None]:
     """Within: the hooks outside get a weight as a tensor that holds its copy on the device.
 
-    What they keep until backward, as recomputation does, would lose its numbers after the call.
+    Recomputation keeps it until backward, when the weight itself has lost its numbers again.
     """
 
     def pack(tensor: torch.Tensor) -> Saved:
