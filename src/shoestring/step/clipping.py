@@ -78,6 +78,8 @@ def clip_gradients(
     Ranks that hold different gradients give `combine`, and in `counted` those that no other counts.
     """
     held = [p for p in parameters if p.grad is not None]
+    if clip.value is not None and not held:  # PyTorch 2.13 cannot clip nothing by value
+        return None
     ours = _gradients(held if counted is None else list(counted))
     if clip.value is not None:
         if scale is None:

@@ -18,7 +18,6 @@ import torch
 
 from ..errors import InputError
 from ..torch_private.cuda_memory import free_idle_pinned_memory
-from ..trace.cuda import is_dense
 from ..trace.fakes import is_fake
 from ..trace.places import mark_elsewhere
 from ..units import format_size
@@ -107,7 +106,12 @@ def _mapped(tensor: torch.Tensor, folder: str) -> torch.Tensor:
 
 def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
     """As the tensor's where it fills its memory, else in order; no operation is run for it."""
-    if is_dense(tensor):
+    filled = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride != filled:
+            break
+        filled *= size
+    else:
         return tensor.stride()
     sizes = (max(size, 1) for size in tensor.shape[:0:-1])
     return tuple(itertools.accumulate(sizes, operator.mul, initial=1))[::-1][-tensor.dim() or 1 :]

@@ -114,6 +114,22 @@ def test_no_bit_differs_and_the_predicted_peak_is_measured(
     assert step.measure(data()).peak_bytes == pytest.approx(predicted, rel=0.001)
 
 
+@pytest.mark.parametrize("two_ways", [False, True])
+def test_parts_of_a_storage_that_count_their_own_writes(two_ways: bool, way: str) -> None:
+    """A GRU on the CPU writes its gates one after the other into one storage."""
+
+    def gradients(*plan: ss.Technique) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.GRU(8, 16, batch_first=True, bidirectional=two_ways)
+        own = torch.optim.SGD(model.parameters(), lr=1.0)
+        step = ss.apply(plan, model, own, loss=lambda model, x: model(x)[0].square().mean())
+        step(torch.randn(6, 5, 8, generator=torch.Generator().manual_seed(1)))
+        return [p.detach() for p in model.parameters()]
+
+    found = zip(gradients(moved("all")), gradients(), strict=True)
+    assert all(torch.equal(a, b) for a, b in found)
+
+
 def test_what_is_recomputed_keeps_as_many_inputs_as_are_under_way(way: str) -> None:
     """Beside a GPU two of six, beside the CPU none when backward reads the last."""
     rows = 8192

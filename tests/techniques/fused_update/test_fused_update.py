@@ -109,6 +109,59 @@ def test_what_it_cannot_do_is_named(make, word):
     assert optimizer.state_dict()["param_groups"] == before
 
 
+def test_a_kernel_that_leaves_weights_as_they_are_is_refused():
+    """As that of PyTorch 2.13 for SGD of 16-bit weights on the CPU; beside Precision none runs."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        batch = BATCH[0].to(dtype), BATCH[1]
+        moved = []
+        for techniques in ([], [ss.FusedUpdate()]):
+            torch.manual_seed(0)
+            model = Net().to(dtype)
+            own = torch.optim.SGD(model.parameters(), lr=1.0)
+            try:
+                step = ss.apply(techniques, model, own, loss=loss)
+            except ss.InputError as error:
+                assert "leaves weights in" in str(error) and not own.param_groups[0]["fused"]
+                assert dtype is not torch.float32
+                break
+            step(batch)
+            moved.append([p.detach().float() for p in model.parameters()])
+        else:
+            torch.testing.assert_close(*moved, rtol=0.02, atol=0.02)
+    model = Net().bfloat16()
+    own = torch.optim.SGD(model.parameters(), lr=1.0)
+    ss.apply([ss.FusedUpdate(), ss.Precision("bf16")], model, own, loss=loss)
+
+
+class Branches(nn.Module):
+    """The second layer has no gradient unless it is asked for, as an expert or an early exit."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x, deep):
+        return self.two(self.one(x)) if deep else self.one(x)
+
+
+@pytest.mark.parametrize("dampening", [0.0, 0.3])
+def test_a_first_gradient_may_come_late(dampening):
+    found, hooks = [], []
+    for techniques in ([], [ss.FusedUpdate()]):
+        torch.manual_seed(0)
+        model = Branches()
+        own = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=dampening)
+        own.register_step_pre_hook(lambda optimizer, *_: hooks.append(len(optimizer.param_groups)))
+        step = ss.apply(techniques, model, own, loss=lambda m, deep: m(BATCH[0], deep).var())
+        for deep in (False, True, False, True):
+            step(deep)
+        found.append(
+            [*model.parameters(), *(own.state[p]["momentum_buffer"] for p in model.parameters())]
+        )
+    torch.testing.assert_close(*found)
+    assert hooks == [1] * 8
+
+
 def test_a_later_failure_gives_the_optimizer_back():
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters())

@@ -100,6 +100,14 @@ def test_clipped_and_released_is_equal_to_the_bit(name: str, clip: str) -> None:
     assert plain.model[3].calls == released.model[3].calls == 3
 
 
+@pytest.mark.parametrize("clip", CLIPS)
+def test_an_optimizer_that_holds_all_leaves_nothing_to_clip_at_the_end(clip: str) -> None:
+    plain, expected = trained("sgd", clip=CLIPS[clip], held=None)
+    released, found = trained("sgd", RELEASE, clip=CLIPS[clip], held=None)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    assert equal(plain, released)
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("clip", ["norm", "value"])
 def test_microbatches_wait_for_the_norm(name: str, clip: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import shoestring as ss
 from shoestring.errors import BudgetError, InputError, NoEffectWarning
@@ -19,6 +21,7 @@ from shoestring.step.predict import predict_step
 from shoestring.techniques import host, offload, weight_offload
 from shoestring.techniques.weight_offload.parameters import weight_on_host
 from shoestring.trace.graph import Role
+from shoestring.trace.places import is_elsewhere
 
 BLOCKS, WIDTH = 4, 32
 ON_HOST = ss.WeightOffload(smallest=1)
@@ -286,6 +289,86 @@ def test_models_that_read_weights_in_other_ways(streamed: None, kind: str, relea
     assert predicted.peak_bytes == pytest.approx(step.measure(batch).peak_bytes, rel=0.01)
 
 
+class Positionwise(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.mlp = nn.Sequential(
+            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.mlp(self.norm(x))
+
+
+@pytest.mark.parametrize("others", [(), (ss.Checkpointing("residual-1"),)], ids=["kept", "ours"])
+def test_mlps_in_tiles(streamed: None, others: tuple[ss.Technique, ...]) -> None:
+    """MLPs are found by running them on fake tensors, while their weights are still there."""
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*(Positionwise() for _ in range(3)), nn.Linear(WIDTH, 10))
+
+    plan = (ss.TiledMLP(8), *others)
+    given: dict[str, Any] = {"build": build, "optimizer": "adamw"}
+    assert_equal(trained(ON_HOST, *plan, **given), trained(*plan, **given))
+    model = build()
+    own = OPTIMIZERS["adamw"](model)
+    predicted = predict_step([ON_HOST, *plan], model, data(), loss=loss, optimizer=own).peak_bytes
+    step = ss.apply([ON_HOST, *plan], model, own, loss=loss)
+    step(data())
+    assert predicted == pytest.approx(step.measure(data()).peak_bytes, rel=0.01)
+
+
+class Recomputing(nn.Sequential):
+    """With PyTorch's own checkpointing."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self:
+            x = checkpoint(part, x, use_reentrant=False)
+        return x
+
+
+@pytest.mark.parametrize("plan", [(), (ss.Checkpointing("residual-1"),)], ids=["own", "ours"])
+def test_frozen_weights_of_blocks_that_are_recomputed(
+    streamed: None, plan: tuple[ss.Technique, ...]
+) -> None:
+    """Recomputation holds what is saved again until backward reads it."""
+
+    def build() -> nn.Module:
+        model = network()
+        for block in model[1]:  # type: ignore[union-attr]
+            block.up.requires_grad_(False)
+            block.norm.weight.requires_grad_(False)
+        return model if plan else Recomputing(*model)
+
+    assert_equal(trained(ON_HOST, *plan, build=build), trained(*plan, build=build))
+    model = build()
+    optimizer = OPTIMIZERS["sgd"](model)
+    predicted = predict_step([ON_HOST, *plan], model, data(), loss=loss, optimizer=optimizer)
+    step = ss.apply([ON_HOST, *plan], model, optimizer, loss=loss)
+    step(data())
+    assert predicted.peak_bytes == pytest.approx(step.measure(data()).peak_bytes, rel=0.01)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("plan", [(ON_HOST,), (ss.Offload(smallest=1), ss.FusedUpdate())], ids=str)
+def test_transposed_weights_keep_their_layout(
+    plan: tuple[ss.Technique, ...], optimizer: str
+) -> None:
+    """A fused update takes weight, gradient and state in the order of their memory."""
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Linear(WIDTH, 10)
+        model.weight = nn.Parameter(torch.randn(WIDTH, 10).t())
+        return model
+
+    given: dict[str, Any] = {"build": build, "optimizer": optimizer}
+    expected = trained(*plan[1:], **given)
+    assert_equal(trained(*plan, **given), expected)
+
+
 def test_other_optimizers_update_weights_where_they_are(streamed: None) -> None:
     def run(*plan: ss.Technique) -> list[torch.Tensor]:
         model = Adapted()
@@ -503,6 +586,32 @@ def test_refused_before_anything_changes(tmp_path: Path, monkeypatch: pytest.Mon
     model[0].compile(backend="eager")
     with pytest.raises(InputError, match="compiled"):
         ss.apply([ON_HOST], model, optimizer, loss=loss)
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="as Linux has it")
+def test_a_disk_that_fills_is_said_and_nothing_changes(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = network()
+    optimizer = OPTIMIZERS["sgd"](model)
+    before = {n: (id(p), p.detach().clone()) for n, p in model.named_parameters()}
+    given, left = os.posix_fallocate, iter(range(5))
+
+    def full(file: int, start: int, nbytes: int) -> None:
+        if next(left, None) is None:
+            raise OSError(28, "No space left on device")
+        given(file, start, nbytes)
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(InputError, match=r"^no room for the weights .*No space left") as said:
+        ss.apply([ON_HOST, ss.GradientRelease()], model, optimizer, loss=loss)
+    assert "\n" not in str(said.value)
+    for name, parameter in model.named_parameters():
+        own, numbers = before[name]
+        assert id(parameter) == own and type(parameter) is nn.Parameter
+        assert torch.equal(parameter, numbers) and not parameter._post_accumulate_grad_hooks
+    assert not any(map(is_elsewhere, model.parameters()))
+    ss.apply([], model, optimizer, loss=loss)(data())
 
 
 def test_it_says_so_where_nothing_moves() -> None:

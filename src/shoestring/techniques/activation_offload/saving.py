@@ -68,7 +68,7 @@ class SavingOnHost(AbstractContextManager["SavingOnHost"]):
         held = (*model.parameters(), *model.buffers(), *tensors_of(batch))
         self._there = {storage_key(t) for t in held if t.layout is torch.strided}
         self._known: dict[Any, tuple[Any, Any]] = {}
-        """Storage, version and type → what was moved of it, None if it stays; when it goes."""
+        """Storage, version, type and part → what was moved, None if it stays; when it goes."""
         self._outer: Any = None
         self.seen = 0
         """Storages that were to be moved."""
@@ -105,7 +105,7 @@ class SavingOnHost(AbstractContextManager["SavingOnHost"]):
 
     def _moved(self, tensor: torch.Tensor) -> Moved | None:
         """Where its storage was moved; None where it stays."""
-        key = storage_key(tensor), tensor._version, tensor.dtype
+        key = storage_key(tensor), tensor._version, tensor.dtype, _counted_alone(tensor)
         known = self._known.get(key)
         found = None if known is None else known[0]()
         if isinstance(found, Moved) or found is _STAYS:
@@ -130,6 +130,17 @@ class SavingOnHost(AbstractContextManager["SavingOnHost"]):
         if elements < self._smallest or nbytes % itemsize or tensor.numel() * _SHARE < elements:
             return None
         return tensor.detach().as_strided((elements,), (1,), 0)
+
+
+def _counted_alone(tensor: torch.Tensor) -> Any:
+    """The part of a storage whose writes a version counts; None for all of it.
+
+    Parts made by `unsafe_chunk`, as in a GRU, share a storage and each count their own writes.
+    """
+    base = tensor if tensor._base is None else tensor._base
+    if base.numel() * base.element_size() == base.untyped_storage().nbytes():
+        return None
+    return base.storage_offset(), base.shape, base.stride()
 
 
 _STAYS = object()

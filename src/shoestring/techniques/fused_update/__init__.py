@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
 
 from ...errors import InputError
+from ...torch_private.dispatch import without_modes
+from ...trace.cuda import on_cuda
 from ...trace.fakes import is_fake
+from ..apart import Chunk, hooks_once, run_alone
 from ..base import Setup, Technique
 from ..claims import MOVED, Circumstances, Claim, Level
 from ..offers import Context, Offer
@@ -68,6 +72,15 @@ class FusedUpdate(Technique):
         if setup.update_on_device:  # another technique has put its own update there
             return
         optimizer, update, run = setup.optimizer, setup.update, setup.run
+        for dtype in {p.dtype for g in optimizer.param_groups for p in g["params"] if _on_cpu(p)}:
+            kind: Any = type(optimizer)
+            if not _moves(kind, dtype):
+                name = type(optimizer).__name__
+                raise InputError(
+                    f"the fused {name} of PyTorch {torch.__version__} leaves weights in {dtype} as "
+                    "they are on the CPU",
+                    hint="leave out fused_update",
+                )
         before = [{k: group.get(k) for k in _SWITCHES} for group in optimizer.param_groups]
         switch(optimizer)
         early: list[torch.Tensor] = []
@@ -82,7 +95,13 @@ class FusedUpdate(Technique):
 
         def fused() -> None:
             switch(optimizer)
-            update()
+            apart = _begin_later(optimizer)
+            if not apart:
+                update()
+                return
+            with hooks_once(optimizer):
+                for chunk in apart:
+                    run_alone(optimizer, chunk, update)
 
         def settle() -> None:  # one without a gradient has no state in plain training
             drop_unused(optimizer, early)
@@ -113,6 +132,39 @@ class FusedUpdate(Technique):
 
 _WHY = "one kernel instead of copies of all parameters; can be part of a CUDA graph"
 _SWITCHES = ("fused", "foreach", "capturable")
+
+
+@cache
+def _moves(kind: Any, dtype: torch.dtype) -> bool:
+    """Whether the kernel on the CPU updates numbers of this type: PyTorch 2.13's SGD of 16 bits
+    does so for the last few of a tensor alone."""
+    with without_modes(), torch.enable_grad():
+        tried = torch.nn.Parameter(torch.ones(64, dtype=dtype))
+        tried.grad = torch.ones_like(tried)
+        kind([tried], lr=0.5, fused=True).step()
+        return bool((tried < 0.75).all())
+
+
+def _begin_later(optimizer: torch.optim.Optimizer) -> list[Chunk]:
+    """Where momentum begins for some parameters and goes on for others: each apart.
+
+    SGD's kernel takes all or none of it. An expert or an early exit may have a first gradient late.
+    """
+    if type(optimizer) is not torch.optim.SGD:
+        return []
+    chunks: list[Chunk] = []
+    mixed = False
+    for group in optimizer.param_groups:
+        held = [p for p in group["params"] if p.grad is not None]
+        has = {p: optimizer.state.get(p, {}).get("momentum_buffer") is not None for p in held}
+        parts = [[p for p in held if has[p] is there] for there in (True, False)]
+        mixed |= bool(group["momentum"]) and all(parts)
+        chunks += [(group, part) for part in parts if part]
+    return chunks if mixed else []
+
+
+def _on_cpu(parameter: torch.Tensor) -> bool:
+    return parameter.device.type == "cpu" and not on_cuda(parameter)
 
 
 def switch(optimizer: torch.optim.Optimizer) -> None:

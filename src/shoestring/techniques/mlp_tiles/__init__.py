@@ -39,7 +39,7 @@ class TiledMLP(Technique):
 
     name: ClassVar[str] = "mlp_tiles"
     same_state: ClassVar[bool] = True
-    order: ClassVar[int] = 28
+    order: ClassVar[int] = 24
     flags: ClassVar[tuple[Flag, ...]] = (
         Flag("mlp_rows", "rows", int, "Positions that an MLP runs on at a time; 0: a default."),
     )

@@ -95,7 +95,7 @@ class StreamedUpdate:
             return
         state.pending = link.rest()
         self._last, first = None, self._first
-        if first is not None:
+        if first is not None and self._counted == len(state):  # else the link has no room for it
             link.fetch(id(first[1][0]), self._hosted(first))
 
     def _run_here(self, work: list[tuple[dict[str, Any], torch.Tensor]]) -> None:

@@ -12,7 +12,7 @@ A function that gets at the memory past PyTorch's functions would read NaN.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -133,8 +133,12 @@ def _called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if absent:
         store.flush(but=weights)
     hooks: AbstractContextManager[Any] = nullcontext()
-    if torch.is_grad_enabled() and active_saved_tensors_hooks() is None:
-        hooks = SavingWeights(store)
+    if torch.is_grad_enabled():
+        outer = active_saved_tensors_hooks()
+        if outer is None:
+            hooks = SavingWeights(store)
+        elif not isinstance(getattr(outer[0], "__self__", None), SavingWeights):
+            hooks = _keeping_numbers(outer)
     writes: list[HostWeight] = []
     if may_write(func) or "out" in kwargs:
         changed = map(weight_on_host, written(func, args, kwargs))
@@ -211,6 +215,22 @@ class SavingWeights(AbstractContextManager["SavingWeights"]):
                 strided = tensor.layout is torch.strided
                 weight = self._store.weight_of(tensor) if strided else None
             return Saved(tensor, self._outer) if weight is None else SavedWeight(weight, tensor)
+
+
+@contextmanager
+def _keeping_numbers(outer: Any) -> Iterator[None]:
+    """Within: the hooks outside get a weight as a tensor that holds its copy on the device.
+
+    Recomputation keeps it until backward, when the weight itself has lost its numbers again.
+    """
+
+    def pack(tensor: torch.Tensor) -> Saved:
+        with DisableTorchFunction(), torch.no_grad():
+            held = tensor if weight_on_host(tensor) is None else tensor.detach()
+            return Saved(held, outer)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
+        yield
 
 
 def _unpack(packed: SavedWeight | Saved) -> torch.Tensor:
