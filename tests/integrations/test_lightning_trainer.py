@@ -250,3 +250,58 @@ def test_what_it_cannot_keep_is_named_before_training(tmp_path: Path) -> None:
         fitted(tmp_path, BudgetCallback("1 GB"), module=Module(manual=True), gradient_clip_val=None)
     with pytest.raises(ss.InputError, match="a budget or a plan"):
         BudgetCallback()
+
+
+class Normalized(lightning.LightningModule):
+    """Images rather than words: batches of floating-point numbers, and BatchNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+
+    def training_step(self, batch: Any, number: int) -> Any:
+        return F.cross_entropy(self.layers(batch[0]), batch[1])
+
+    def validation_step(self, batch: Any, number: int) -> None:
+        self.log("val_loss", F.cross_entropy(self.layers(batch[0]), batch[1]))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def normalized(folder: Path, *callbacks: Any, epochs: int) -> tuple[Any, Any]:
+    drawn = torch.Generator().manual_seed(1)
+    data = TensorDataset(torch.randn(24, 6, generator=drawn), torch.arange(24) % 3)
+    module, loader = Normalized(), DataLoader(data, batch_size=8)
+    trainer = lightning.Trainer(
+        accelerator="cpu", max_epochs=epochs, logger=False, enable_progress_bar=False,
+        enable_model_summary=False, enable_checkpointing=False, default_root_dir=folder,
+        callbacks=[*callbacks],
+    )  # fmt: skip
+    trainer.fit(module, loader, loader)
+    return trainer, module
+
+
+def test_an_epoch_for_statistics_alone_moves_no_weight(tmp_path: Path) -> None:
+    """Averaged weights with BatchNorm: Lightning runs one more epoch, without backward passes."""
+
+    def averaging() -> Any:
+        return lightning.callbacks.StochasticWeightAveraging(1e-2, swa_epoch_start=1)
+
+    _, expected = normalized(tmp_path / "a", averaging(), epochs=2)
+    plan = [ss.Checkpointing("per-block", ("layers.0",), ("recompute",))]
+    _, found = normalized(tmp_path / "b", averaging(), BudgetCallback(plan=plan), epochs=2)
+    assert same(expected, found)
+
+
+def test_evaluation_gets_the_type_of_the_plan(tmp_path: Path) -> None:
+    callback = BudgetCallback(plan=[ss.Precision("bf16")], allow="near")
+    trainer, module = normalized(tmp_path, callback, epochs=1)
+    assert module.layers[0].weight.dtype is torch.bfloat16
+    assert trainer.callback_metrics["val_loss"].isfinite()
+    again = trainer.validate(
+        module, DataLoader(TensorDataset(torch.randn(4, 6), torch.arange(4) % 3))
+    )
+    assert again[0]["val_loss"] > 0
+    assert "convert_input" not in vars(trainer.precision_plugin)

@@ -356,3 +356,48 @@ def test_a_loss_that_microbatches_log_is_that_of_the_whole_batch(
     for one, other in zip(expected, found, strict=True):
         told = {name: value for name, value in one.items() if name.startswith("in ")}
         assert {name: other.get(name) for name in told} == pytest.approx(told, rel=1e-5)
+
+
+def test_what_a_training_step_returns_is_logged(tmp_path: Path) -> None:
+    class Returning(transformers.Trainer):
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            return super().training_step(*args, **kwargs) / 4
+
+    class Planned(Budgeted, Returning):
+        pass
+
+    given = {"max_steps": 3}
+    _, expected = trained(Returning, tmp_path / "a", **given)
+    _, found = trained(Planned, tmp_path / "b", plan=CHECKPOINTED, **given)
+    assert found == expected
+    _, found = trained(Planned, tmp_path / "c", plan=[ss.Microbatching(3)], **given)
+    losses = [[line["loss"] for line in lines if "loss" in line] for lines in (expected, found)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+class Classifier(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Linear(8, 1))
+
+    def forward(self, values: torch.Tensor, labels: torch.Tensor) -> Any:
+        scores = self.layers(values)[:, 0]
+        return {"loss": torch.nn.functional.mse_loss(scores, labels), "logits": scores}
+
+
+def test_evaluation_gets_the_type_of_the_plan(tmp_path: Path) -> None:
+    """Of inputs; labels are for the metrics, too."""
+    drawn = torch.Generator().manual_seed(1)
+    rows = [
+        {"values": torch.randn(6, generator=drawn), "labels": torch.rand((), generator=drawn)}
+        for _ in range(16)
+    ]
+    seen: list[Any] = []
+    trainer = BudgetTrainer(
+        model=Classifier(), args=arguments(tmp_path, max_steps=2, eval_strategy="epoch"),
+        train_dataset=rows, eval_dataset=rows, plan=[ss.Precision("bf16")], allow="near",
+        compute_metrics=lambda found: seen.append(found.label_ids) or {"n": len(found.label_ids)},
+    )  # fmt: skip
+    trainer.train()
+    assert torch.equal(torch.tensor(seen[-1]), torch.stack([row["labels"] for row in rows]))

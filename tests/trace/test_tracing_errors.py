@@ -31,6 +31,7 @@ def test_nothing_to_train() -> None:
         (lambda m, b: 0.0, "must be a tensor, got float"),
         (lambda m, b: m(b).detach().mean(), "does not depend on any trainable parameter"),
         (lambda m, b: b.mean(), "does not depend on any trainable parameter"),
+        (lambda m, b: m(b).mean() * 1j, "must be a real number, got torch.complex64"),
     ],
 )
 def test_losses_that_are_none(loss: Callable[..., Any], message: str) -> None:
@@ -105,6 +106,23 @@ def test_failure_of_any_kind(kind: type[Exception]) -> None:
 
     with pytest.raises(InputError, match=r"the model failed on this batch: .*first line"):
         trace_model(nn.Linear(4, 2), torch.randn(3, 4), loss=loss)
+
+
+def test_a_missing_key_is_named_as_one() -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return model(batch["images"]).mean()
+
+    with pytest.raises(InputError, match=r"on this batch: KeyError: 'images'"):
+        trace_model(nn.Linear(4, 2), {"image": torch.randn(3, 4)}, loss=loss)
+
+
+@pytest.mark.parametrize("given", [None, nn.Linear, nn.Linear(2, 2).state_dict()], ids=type)
+def test_what_is_no_model(given: Any) -> None:
+    optimizer, batch = torch.optim.SGD(nn.Linear(2, 2).parameters()), torch.ones(1, 2)
+    with pytest.raises(InputError, match=r"must be a torch\.nn\.Module"):
+        ss.measure(given, batch, loss=mean_square, optimizer=optimizer)
+    with pytest.raises(InputError, match=r"must be a torch\.nn\.Module"):
+        ss.verify([], given, [batch], loss=mean_square, optimizer=optimizer)
 
 
 def test_failure_in_backward() -> None:

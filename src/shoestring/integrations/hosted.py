@@ -26,6 +26,7 @@ from ..step.clipping import Clip, clip_gradients
 from ..step.step import Step, apply_alone
 from ..techniques.base import Technique
 from ..techniques.plan import Plan
+from ..trace.batches import map_tensors
 from ..trace.fakes import unwrapped
 from ..trace.tracing import Loss
 from ..units import format_size, parse_size
@@ -176,6 +177,15 @@ def synchronized(model: DistributedDataParallel, split: Any) -> Any:
     return parts
 
 
+def as_given(step: Step, batch: Any) -> Any:
+    """A batch that does not train, in the type that the plan gives those that do."""
+    kinds = [t.input_dtype for t in step.plan.techniques if not t.is_neutral]
+    target = next(filter(None, kinds), None)
+    if target is None:
+        return batch
+    return map_tensors(lambda t: t.to(target) if t.is_floating_point() else t, batch)
+
+
 def clip_scaled(step: Step, norm: float) -> torch.Tensor | None:
     """Clip gradients that the plan scales; None where it scales none, and the trainer can."""
     if step.loss_scale is None:
@@ -209,9 +219,10 @@ def of_whole(values: list[Any], parts: list[Part], total: torch.Tensor) -> Any:
     whole = torch.tensordot(shares.to(held.device), held, dims=1)
     losses = [part.loss for part in parts if part.loss is not None]
     if len(losses) == len(values) and not kept[0].dim():
-        times = held / torch.stack(losses).detach().to(held)
-        alike = (times - times[0]).abs().max() <= _ALIKE * times[0].abs()
-        whole = torch.where(alike, times[0] * total.to(held), whole)
+        each = torch.stack(losses).detach().to(held)
+        times = (held / each)[each.abs().argmax()]  # a part without labels may have a loss of zero
+        alike = ((held - times * each).abs() <= _ALIKE * held.abs()).all()
+        whole = torch.where(alike, times * total.to(held), whole)
     if not isinstance(values[0], torch.Tensor):
         return whole.item()
     return whole.to(kept[0].dtype if kept[0].is_floating_point() else torch.float32)

@@ -30,6 +30,7 @@ from .hosted import (
     Part,
     Undo,
     Wanted,
+    as_given,
     changes_state,
     hosted_step,
     library,
@@ -85,6 +86,17 @@ class BudgetCallback(Callback):
         self._put_back: list[tuple[Any, str]] = []
         self._logs: _MeanLogs | None = None
         self._unroute: Undo = lambda: None
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Evaluation gets its batches in the type that the plan gives the model."""
+        precision = trainer.precision_plugin
+        plain = precision.convert_input
+
+        def converted(batch: Any) -> Any:
+            made = plain(batch)
+            return made if trainer.training or self.step is None else as_given(self.step, made)
+
+        self._patch(precision, "convert_input", converted)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Take over the passes."""
@@ -180,6 +192,8 @@ class BudgetCallback(Callback):
             return value
 
         def backward(value: torch.Tensor) -> None:
+            if trainer.fit_loop._skip_backward:  # an epoch for BatchNorm's statistics alone
+                return
             scaler = getattr(precision, "scaler", None)
             scaled = value if scaler is None else scaler.scale(value)
             self._backward(scaled, module, trainer.optimizers[0])

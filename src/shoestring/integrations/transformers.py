@@ -31,6 +31,7 @@ from ..units import format_size
 from .hosted import (
     Part,
     Wanted,
+    as_given,
     changes_state,
     clip_scaled,
     hosted_step,
@@ -53,9 +54,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class _Part(Part):
-    """And the calls of `log` it made."""
+    """And the calls of `log` it made, and what `training_step` returned."""
 
     logged: list[tuple[dict[str, Any], Any, Any]] = field(default_factory=list)
+    returned: Any = None
 
 
 class Budgeted:
@@ -106,8 +108,11 @@ class Budgeted:
         self._parts = []
         before = {name: len(values) for name, values in self._noted().items()}
         loss = self.step(batch, update=False)
-        self._merge(before, loss)
-        return loss.to(self.args.device)  # type: ignore[attr-defined]
+        parts = self._merge(before, loss)
+        told = parts[0].returned
+        if len(parts) > 1:
+            told = of_whole([part.returned for part in parts], [*parts], loss)
+        return torch.as_tensor(told, device=self.args.device)  # type: ignore[attr-defined]
 
     def _goes_on(self, model: nn.Module) -> bool:
         """Whether the step is for this model and optimizer; a second `train()` may have others."""
@@ -143,7 +148,7 @@ class Budgeted:
             self._parts.append(_Part(self._units(inputs)))
             self._in_step = True
             try:
-                passes(model if given is bare else given, dict(inputs), items)
+                returned = passes(model if given is bare else given, dict(inputs), items)
             finally:
                 self._in_step = False
                 del trainer.accelerator.backward
@@ -153,7 +158,7 @@ class Budgeted:
                     "accelerator.backward, not one",
                     hint="use ss.apply in a loop of your own",
                 )
-            self._parts[-1].loss = found[0].detach()
+            self._parts[-1].loss, self._parts[-1].returned = found[0].detach(), returned
             return found[0]
 
         bare.train()
@@ -197,8 +202,8 @@ class Budgeted:
         tensors = (v for v in inputs.values() if isinstance(v, torch.Tensor) and v.ndim)
         return next((len(tensor) for tensor in tensors), 1)
 
-    def _merge(self, before: dict[str, int], total: torch.Tensor) -> None:
-        """One batch, one value, of all that its microbatches logged and noted."""
+    def _merge(self, before: dict[str, int], total: torch.Tensor) -> list[_Part]:
+        """One batch, one value, of all that its microbatches logged and noted; the microbatches."""
         parts, self._parts = self._parts, []
         for name, values in self._noted().items():
             new = values[(start := before.get(name, 0)) :]
@@ -211,6 +216,16 @@ class Budgeted:
                     n: of_whole([call[0].get(n) for call in calls], [*parts], total) for n in told
                 }
             self.log(told, *args, **kwargs)
+        return parts
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kw: Any
+    ) -> Any:
+        """As the Trainer's; inputs have the type that the plan gives the model."""
+        if self.step is not None:
+            kept = {name: inputs[name] for name in self.label_names if name in inputs}  # type: ignore[attr-defined]
+            inputs = {**as_given(self.step, inputs), **kept}
+        return super().prediction_step(model, inputs, *args, **kw)  # type: ignore[misc]
 
     def _largest(self, batch: Any) -> Any:
         """The batch that is planned for: this one, or the largest examples together."""

@@ -24,6 +24,15 @@ from .recorder import Recorder
 from .values import forget_written
 
 
+def compiled_path(model: torch.nn.Module) -> str | None:
+    """Where a module is compiled: its path, or "the model"; None if none is."""
+    for path, module in model.named_modules():
+        inside = getattr(module, "_compiled_call_impl", None) is not None
+        if inside or hasattr(module, "_orig_mod"):
+            return path or "the model"
+    return None
+
+
 @contextmanager
 def uncompiled(recorder: Recorder) -> Iterator[None]:
     """Within: `torch.compile` gives back functions that run eagerly; Triton launches nothing."""

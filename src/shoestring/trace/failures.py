@@ -31,6 +31,8 @@ def user_code() -> Iterator[None]:
         raise
     except (Exception, SystemExit) as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        if isinstance(error, KeyError):  # whose text is the key alone
+            first = f"KeyError: {first}"
         if isinstance(error, SystemExit):
             first = f"it called sys.exit({error.code!r})"
         raise InputError(
@@ -86,14 +88,19 @@ def line_of(error: BaseException) -> str:
     return ""
 
 
-def check_trainable(model: nn.Module) -> None:
-    """It must be a module, and something in it must require a gradient."""
+def check_module(model: nn.Module) -> None:
+    """It must be a module, and built."""
     if not isinstance(model, nn.Module):
         given = model.__name__ if isinstance(model, type) else f"a {type(model).__name__}"
         raise InputError(
             f"the model must be a torch.nn.Module, got {given}",
             hint="build it first: model = MyModel(); only the command line takes names",
         )
+
+
+def check_trainable(model: nn.Module) -> None:
+    """It must be a module, and something in it must require a gradient."""
+    check_module(model)
     parameters = list(model.parameters())
     if not any(p.requires_grad for p in parameters):
         raise InputError(
@@ -114,6 +121,11 @@ def check_loss(value: Any) -> None:
         raise InputError(
             f"the loss must be a scalar, got shape {tuple(value.shape)}",
             hint="reduce it, for example with .mean()",
+        )
+    if value.is_complex():
+        raise InputError(
+            f"the loss must be a real number, got {value.dtype}",
+            hint="reduce it, for example with .abs()",
         )
     if not value.requires_grad:
         raise InputError(

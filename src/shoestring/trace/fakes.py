@@ -125,9 +125,11 @@ def fake_model(model: nn.Module, mode: FakeTensorMode) -> tuple[nn.Module, dict[
             "way",
             hint="measure a real step, or give the module as it was before it was scripted",
         )
-    for module in made.modules():
+    for original, module in zip(model.modules(), made.modules(), strict=True):
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.momentum is None:
             module.momentum = 0.1  # else it reads its count, which is not a number here
+        if getattr(original, "_compiled_call_impl", None) is not None:
+            module._compiled_call_impl = module._call_impl  # still marked, and as it is written
     return made, mapping
 
 

@@ -21,6 +21,7 @@ from ..techniques.claims import Level
 from ..techniques.plan import Plan
 from ..trace.batches import tensors_of
 from ..trace.draws import has_random_depth
+from ..trace.failures import check_trainable
 from ..trace.fakes import check_optimizer, unwrapped
 from ..trace.streams import rewound
 from ..trace.tracing import Loss
@@ -79,6 +80,7 @@ def verify(
     for name, bound in (("near", near), ("lossy", lossy)):
         if bound is not None and not (isinstance(bound, Real) and bound >= 0):
             raise InputError(f"{name}={bound!r} is not a bound", hint="such as 0.05, which is 5%")
+    check_trainable(model)
     check_optimizer(optimizer)
     optimizer = unwrapped(optimizer)
     data = _batches(batches, steps)

@@ -15,7 +15,7 @@ from ...errors import InputError
 from ...plain_values import PlainValues
 from ...torch_private.storages import held_in
 from ...trace.batches import check_layouts, tensors_of
-from ...trace.failures import check_loss, user_code
+from ...trace.failures import check_loss, check_module, user_code
 from ...trace.fakes import (
     check_optimizer,
     make_optimizer,
@@ -80,6 +80,7 @@ def measure(
     Examples:
         >>> ss.measure(model, batch, loss=loss, optimizer=optimizer).peak_bytes
     """
+    check_module(model)
     device = _device_of(model, batch)
     check_layouts(tensors_of(batch))
     updates: Optimizer | None

@@ -18,6 +18,7 @@ from ...errors import InputError, NoEffectWarning
 from ...memory.items import Item, leaves, read, write
 from ...memory.schedule import STRATEGIES
 from ...trace.blocks import block_paths
+from ...trace.compiled import compiled_path
 from ...trace.graph import Trace
 from ..base import Flag, Setup, Technique
 from ..batch_norm import lean_batch_norm
@@ -147,8 +148,10 @@ class Checkpointing(Technique):
             yield Offer(made, why, shown=shown, recomputed=share)
 
     @classmethod
-    def scheduler(cls, context: Context) -> BlockScheduler:
-        """Finds the schedule for any room."""
+    def scheduler(cls, context: Context) -> BlockScheduler | None:
+        """Finds the schedule for any room; of a compiled model the compiler does."""
+        if compiled_path(context.model) is not None:
+            return None
         return BlockScheduler(context, cls.of, cls)
 
     @classmethod
@@ -172,7 +175,12 @@ class Checkpointing(Technique):
         return kept * torch.get_rng_state().nbytes if device == "cpu" else 0
 
     def check(self, setup: Setup) -> None:
-        """The blocks must be there, as many as the schedule is for."""
+        """The blocks must be there, as many as the schedule is for, and run as they are written."""
+        if not self.is_neutral and (where := compiled_path(setup.model)):
+            raise InputError(
+                f"{where} is compiled, and decides itself what is recomputed",
+                hint="leave out torch.compile, or checkpointing",
+            )
         if self.strategy.startswith(("residual", "per-block")):
             self._items(setup.model, self._find(setup.model))
 

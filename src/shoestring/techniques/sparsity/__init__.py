@@ -15,6 +15,7 @@ from torch import nn
 from ...errors import InputError, NoEffectWarning
 from ...memory.storage import nonzero_count
 from ...trace.blocks import sparsifiable_names
+from ...trace.compiled import compiled_path
 from ...trace.graph import Trace
 from ..base import Flag, Setup, Technique
 from ..claims import VALUES, Circumstances, Claim, Level
@@ -205,6 +206,11 @@ class Sparsity(Technique):
         if not chosen:
             self._warn()
             return
+        if where := compiled_path(setup.model):
+            raise InputError(
+                f"{where} is compiled, and cannot make its weights from their nonzeros",
+                hint="leave out torch.compile, or sparsity",
+            )
         kind = type(setup.optimizer).__name__
         if kind in _MATRIX_OPTIMIZERS:
             raise InputError(

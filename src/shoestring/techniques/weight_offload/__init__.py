@@ -12,6 +12,7 @@ from torch import nn
 
 from ...errors import InputError, NoEffectWarning
 from ...memory.device import device_timeline
+from ...trace.compiled import compiled_path
 from ...trace.cuda import on_cuda
 from ...trace.fakes import is_fake
 from ...trace.graph import Trace
@@ -146,14 +147,11 @@ class WeightOffload(Technique):
 
     def check(self, setup: Setup) -> None:
         """There must be room on the host, and no compiled code that reads weights by itself."""
-        for path, module in setup.model.named_modules():
-            if getattr(module, "_compiled_call_impl", None) is not None or hasattr(
-                module, "_orig_mod"
-            ):
-                raise InputError(
-                    f"{path or 'the model'} is compiled, and reads its weights where they were",
-                    hint="leave out torch.compile, or weight_offload",
-                )
+        if where := compiled_path(setup.model):
+            raise InputError(
+                f"{where} is compiled, and reads its weights where they were",
+                hint="leave out torch.compile, or weight_offload",
+            )
         found = list(self._movable(setup))
         if not found or any(is_fake(p) or p.is_meta for p in found):
             return
