@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from ..errors import InputError, TraceError, needs_extra
 from ..torch_private.fake_tensors import FakeTensor, FakeTensorMode
@@ -64,10 +63,6 @@ def _fakes(tensors: Iterable[torch.Tensor], mode: FakeTensorMode) -> dict[int, t
     given = {id(t): t for t in tensors}.values()
     check_layouts(given)
     for tensor in given:
-        if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
-            raise InputError(
-                "a lazy layer has no shape yet", hint="run the model on one batch before"
-            )
         key = (tensor.untyped_storage()._cdata, tensor.dtype)
         groups.setdefault(key, []).append(tensor)
     made: dict[int, torch.Tensor] = {}
