@@ -35,7 +35,7 @@ def masked_select(op: Op) -> int:
 
 
 def masked_gradient(op: Op) -> int:
-    """What was picked, before zeros fill it up."""
+    """Of the elements that were picked, before zeros fill up the rest."""
     return nbytes_of(op.inputs[0][1]) + _SUMS
 
 
