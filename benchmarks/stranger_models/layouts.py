@@ -156,25 +156,6 @@ def _toggled(scale: int) -> Made:
     return tower(64 * scale, 5), labeled(scale), loss
 
 
-def _scripted(scale: int) -> Made:
-    """A block that was compiled by TorchScript."""
-    model: Any = tower(64 * scale, 5)
-    model[2] = torch.jit.script(Branch(64 * scale))
-    return model, labeled(scale), classify
-
-
-class Branch(nn.Module):
-    """Goes one of two ways."""
-
-    def __init__(self, wide: int) -> None:
-        super().__init__()
-        self.lin = nn.Linear(wide, wide)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The same shape."""
-        return x + self.lin(x).relu() if x.shape[0] > 2 else self.lin(x)
-
-
 def _likelihood(scale: int) -> Made:
     """A Gaussian process over features, in FP64."""
 
@@ -201,6 +182,5 @@ LAYOUTS = [
     Stranger("two-passes-agree", "mlp", _twice, random=True),
     Stranger("beta-latents", "mlp", _beta, random=True),
     Stranger("frozen-inside-the-loss", "mlp", _toggled),
-    Stranger("scripted", "mlp", _scripted),
     Stranger("gaussian-process", "other", _likelihood),
 ]
