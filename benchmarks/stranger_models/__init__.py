@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from .base import Stranger
 from .families import FAMILIES
+from .habits import HABITS
 from .handwritten import HANDWRITTEN
 from .images import IMAGES
 from .kinds import KINDS
 from .language import LANGUAGE
+from .layouts import LAYOUTS
 from .losses import LOSSES
 from .mechanics import MECHANICS
 from .perception import PERCEPTION
@@ -36,5 +38,7 @@ STRANGERS: dict[str, Stranger] = {
         *SCANS,
         *MECHANICS,
         *ROUTES,
+        *HABITS,
+        *LAYOUTS,
     )
 }

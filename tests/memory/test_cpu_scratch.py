@@ -308,6 +308,43 @@ def test_no_function_takes_more_than_its_bound(name: str, dtype: torch.dtype) ->
         assert_bounded(FUNCTIONS[name], given.requires_grad_())
 
 
+PICKED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "elements by a mask": lambda x: x[x > 0],
+    "rows by a mask": lambda x: x[x[:, :, 0] > 0],
+    "written by a mask": lambda x: x.clone().index_put((x > 0,), 2 * x[x > 0]),
+    "selected": lambda x: x.masked_select(x > 0),
+    "scattered": lambda x: x.masked_scatter(x.detach() > 0, x.flatten()),
+    "medians": lambda x: x.median(0)[0] + x.nanmedian(1)[0].sum() + x.median(),
+    "drawn": lambda x: x * x.flatten(1).softmax(1).detach().multinomial(3).sum(),
+    "largest of bags": lambda x: F.embedding_bag(
+        torch.arange(512).view(64, 8) % 32, x.flatten(1), mode="max"
+    ),
+    "pairs": lambda x: torch.cdist(x, x + 1),
+}
+
+
+@pytest.mark.parametrize("name", PICKED)
+def test_nothing_that_picks_takes_more_than_its_bound(name: str) -> None:
+    torch.manual_seed(0)
+    assert_bounded(PICKED[name], torch.randn(32, 30, 20).requires_grad_())
+
+
+MATRICES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "exponential": lambda x: torch.linalg.matrix_exp(x),
+    "small exponential": lambda x: torch.linalg.matrix_exp(1e-3 * x),
+    "eigenvalues": lambda x: torch.linalg.eigvalsh(x + x.mT),
+    "eigenvectors": lambda x: torch.linalg.eigh(x + x.mT)[1],
+    "singular values": lambda x: torch.linalg.svdvals(x[:, :, :40]),
+    "bilinear": lambda x: F.bilinear(x[0], x[1], x),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MATRICES)
+def test_no_matrix_function_takes_more_than_its_bound(name: str) -> None:
+    torch.manual_seed(0)
+    assert_bounded(MATRICES[name], torch.randn(3, 64, 64).requires_grad_())
+
+
 def test_the_channels_of_an_image_are_not_padded() -> None:
     x, weight = torch.randn(6, 3, 64, 64), torch.randn(8, 3, 7, 7)
     gradient = torch.randn(6, 8, 32, 32)

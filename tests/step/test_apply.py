@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 from typing import Any
 
@@ -14,7 +15,16 @@ from shoestring.errors import InputError
 from shoestring.planning.fit import fit
 from shoestring.step.apply import apply
 from shoestring.step.step import Step
-from shoestring.techniques import Checkpointing, Microbatching, Precision, Sparsity, Technique
+from shoestring.techniques import (
+    Checkpointing,
+    GradientRelease,
+    Microbatching,
+    Offload,
+    OptimizerState,
+    Precision,
+    Sparsity,
+    Technique,
+)
 from shoestring.techniques.plan import Plan
 from shoestring.verification.verify import verify
 from techniques.small_models import SMALL
@@ -358,3 +368,36 @@ def test_what_is_no_plan_is_said(plan: Any) -> None:
         apply([], model, optimizer, loss=None)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="unknown parallel 3"):
         apply([], model, optimizer, loss=lambda m, b: m(b).mean(), parallel=3)  # type: ignore[arg-type]
+
+
+def step_set_on(model: nn.Module) -> torch.optim.Optimizer:
+    """An optimizer whose step someone exchanged, to clip all gradients by their common norm."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    torch.optim.lr_scheduler.StepLR(optimizer, 10)
+    before = optimizer.step
+
+    @functools.wraps(before)
+    def step(*args: Any) -> Any:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        return before(*args)
+
+    optimizer.step = step  # type: ignore[method-assign]
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    "technique", [GradientRelease(), OptimizerState(bits=8), Offload(), Precision("bf16")]
+)
+def test_a_step_that_was_set_on_the_optimizer_is_not_left_out(technique: Technique) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    with pytest.raises(InputError, match="would leave out the step that was set on this SGD"):
+        apply([technique], model, step_set_on(model), loss=lambda m, b: m(b).square().mean())
+
+
+def test_a_step_that_a_scheduler_set_is_the_optimizers_own() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(2):
+        torch.optim.lr_scheduler.StepLR(optimizer, 10)
+    assert "step" in vars(optimizer)
+    apply([GradientRelease()], model, optimizer, loss=lambda m, b: m(b).square().mean())

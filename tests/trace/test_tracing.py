@@ -435,3 +435,11 @@ def test_hugging_face_model_from_a_configuration() -> None:
     assert all(parameter.has_gradient for parameter in trace.parameters)
     modules = {op.module for op in trace.ops if op.phase is Phase.BACKWARD}
     assert "model.layers.1.mlp.down_proj" in modules
+
+
+def test_a_matrix_in_compressed_rows_has_no_strides() -> None:
+    def forward(model: Any, x: Tensor) -> Tensor:
+        return torch.sparse.mm(torch.eye(len(x)).to_sparse_csr(), model.layer(x))
+
+    trace = trace_of(forward, 6, 4, layer=nn.Linear(4, 4))
+    assert trace.ops[-1].phase is not Phase.FORWARD

@@ -674,3 +674,26 @@ def test_odd_arguments_are_one_line(odd: dict[str, Any]) -> None:
     }  # fmt: skip
     with pytest.raises(InputError):
         verify(**given)
+
+
+def test_the_graph_behind_a_batch_stays() -> None:
+    given = torch.ones(4, 3, requires_grad=True)
+    batch, model = (2 * given).exp(), nn.Linear(3, 2)
+    loss = lambda m, b: m(b).square().mean()  # noqa: E731
+    assert verify([], model, [batch], loss=loss, optimizer=OPTIMIZERS["sgd"](model), steps=2).ok
+    assert given.grad is None
+    loss(model, batch).backward()
+    assert given.grad is not None
+
+
+def test_a_lazy_layer_is_one_line() -> None:
+    model = nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 2))
+    given: dict[str, Any] = {
+        "loss": lambda m, b: m(b).mean(), "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+    }  # fmt: skip
+    with pytest.raises(InputError, match="a lazy layer has no shape yet"):
+        verify([], model, [torch.ones(2, 4)], **given)
+    with pytest.raises(InputError, match="a lazy layer has no shape yet"):
+        ss.plan(model, torch.ones(2, 4), budget="1 MB", **given)
+    with pytest.raises(InputError, match="a lazy layer has no shape yet"):
+        ss.apply([], model, given["optimizer"], loss=given["loss"])

@@ -45,7 +45,7 @@ def prepare(
         split=_whole,
         backward=lambda value: value.backward(),
         update=lambda: stepping.step() and None,
-        wrapper=None if stepping is own else optimizer,
+        wrapper=optimizer if adds_to_the_step(optimizer) else None,
         loss=loss,
     )
     return chosen, setup

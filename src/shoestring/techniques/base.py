@@ -179,9 +179,24 @@ class Setup:
     loss: Callable[[nn.Module, Any], torch.Tensor] | None = None
     """The user's own, (model, batch) → loss; `run` is what the step makes of it."""
     wrapper: Any = None
-    """The object that `update` calls, if it wraps the optimizer and has a step of its own."""
+    """The object that `update` calls, if it wraps the optimizer and has a step of its own, or the
+    optimizer itself, if someone set another step on it."""
     undo: list[Callable[[], None]] = field(default_factory=list)
     """Called in reverse order when a later technique fails: the model must be as it was."""
+
+    def check_step(self, what: str) -> None:
+        """Where a technique updates by itself, nobody may have put more around the step."""
+        name = type(self.optimizer).__name__
+        if self.wrapper is self.optimizer:
+            raise InputError(
+                f"{what} would leave out the step that was set on this {name}",
+                hint="leave optimizer.step as it is, and do the rest in the training loop",
+            )
+        if self.wrapper is not None:
+            raise InputError(
+                f"{what} would leave out the step of {type(self.wrapper).__name__}",
+                hint=f"give the {name} it holds",
+            )
 
 
 @dataclass(frozen=True)

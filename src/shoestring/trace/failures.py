@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ..errors import InputError, ShoestringError, TraceError
 from ..torch_private.fake_tensors import (
@@ -102,6 +103,8 @@ def check_trainable(model: nn.Module) -> None:
     """It must be a module, and something in it must require a gradient."""
     check_module(model)
     parameters = list(model.parameters())
+    if any(is_lazy(t) for t in (*parameters, *model.buffers())):
+        raise InputError("a lazy layer has no shape yet", hint="run the model on one batch before")
     if not any(p.requires_grad for p in parameters):
         raise InputError(
             f"nothing to train: none of the model's {len(parameters)} parameters "

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from ..errors import InputError, TraceError, needs_extra
 from ..torch_private.fake_tensors import FakeTensor, FakeTensorMode
@@ -64,10 +63,6 @@ def _fakes(tensors: Iterable[torch.Tensor], mode: FakeTensorMode) -> dict[int, t
     given = {id(t): t for t in tensors}.values()
     check_layouts(given)
     for tensor in given:
-        if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
-            raise InputError(
-                "a lazy layer has no shape yet", hint="run the model on one batch before"
-            )
         key = (tensor.untyped_storage()._cdata, tensor.dtype)
         groups.setdefault(key, []).append(tensor)
     made: dict[int, torch.Tensor] = {}
@@ -225,13 +220,24 @@ def _passes_on(wrapper: Any, inner: torch.optim.Optimizer) -> bool:
 
 
 def adds_to_the_step(optimizer: Any) -> bool:
-    """Whether a wrapper may do more in `step` than what it wraps, such as clipping gradients.
+    """Whether `step` may do more than the optimizer's own, such as clipping gradients.
 
-    Accelerate's and Lightning's are known not to, where they scale nothing.
+    That of a wrapper may, but for accelerate's and Lightning's, where they scale nothing. So may
+    one that was set on the optimizer itself.
     """
+    if _step_set_on(unwrapped(optimizer)):
+        return True
     library = type(optimizer).__module__.partition(".")[0]
     known = library in ("accelerate", "lightning", "pytorch_lightning")
     return unwrapped(optimizer) is not optimizer and not known
+
+
+def _step_set_on(optimizer: Any) -> bool:
+    """Learning-rate schedulers set one that counts its calls and does nothing else."""
+    step: Any = getattr(optimizer, "__dict__", {}).get("step")
+    while getattr(step, "__globals__", {}).get("__name__") == "torch.optim.lr_scheduler":
+        step = step.__wrapped__
+    return step is not None and getattr(step, "__func__", step) is not type(optimizer).step
 
 
 def _early_state(optimizer: torch.optim.Optimizer) -> None:

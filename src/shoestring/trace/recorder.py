@@ -441,7 +441,7 @@ def _strided(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[str, tuple[int
     known = _facts(func)
     for position, name, _ in known.arguments:
         given = args[position] if position < len(args) else kwargs.get(name)
-        if not isinstance(given, torch.Tensor):
+        if not isinstance(given, torch.Tensor) or given.layout is not torch.strided:
             continue
         if not given.is_contiguous():
             yield name, _memory_order(given)

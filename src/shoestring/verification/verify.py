@@ -19,7 +19,7 @@ from ..step.predict import predict_step
 from ..techniques.base import Technique
 from ..techniques.claims import Level
 from ..techniques.plan import Plan
-from ..trace.batches import tensors_of
+from ..trace.batches import map_tensors, tensors_of
 from ..trace.draws import has_random_depth
 from ..trace.failures import check_trainable
 from ..trace.fakes import check_optimizer, unwrapped
@@ -162,13 +162,20 @@ def _put_back(batch: Any) -> Iterator[None]:
                 tensor.detach().copy_(values)
 
 
+def _without_graph(batch: Any) -> Any:
+    """A batch that is itself a result: the graph behind it, and its gradients, stay the user's."""
+    if not any(t.requires_grad for t in tensors_of(batch)):
+        return batch
+    return map_tensors(lambda t: t.detach().requires_grad_() if t.requires_grad else t, batch)
+
+
 def _batches(batches: Iterable[Any], steps: int) -> list[Any]:
     if not isinstance(steps, int) or steps < 1:
         raise InputError(f"verify cannot run {steps} steps", hint="a whole number from 1")
     one = not isinstance(batches, Iterable) or isinstance(batches, (str, torch.Tensor, Mapping))
     if one or isinstance(batches, tuple):
         raise InputError("batches is one batch, not several", hint="give a list, [batch]")
-    given = list(islice(batches, steps))
+    given = [_without_graph(batch) for batch in islice(batches, steps)]
     if not given:
         raise InputError("there is no batch to verify with", hint="give a list, [batch]")
     return [given[number % len(given)] for number in range(steps)]

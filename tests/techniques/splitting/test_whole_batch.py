@@ -144,6 +144,34 @@ def test_what_splits_all_the_same(model: Any, loss: Any) -> None:
     assert found.splits and f"tested on {ROWS} examples" in found.why, found
 
 
+def diverse(model: nn.Module, b: Any) -> torch.Tensor:
+    """Classes of the whole batch shall be equally many: while all are, this has no gradient."""
+    made = model(b[0])
+    mean = made.softmax(-1).mean(0)
+    return F.cross_entropy(made, b[1]) + 2 * (mean * mean.log()).sum()
+
+
+def information(model: nn.Module, b: Any) -> torch.Tensor:
+    """The mean of an exponential, and its logarithm: a plain mean, while all are equal."""
+    made = model(b[0])[:, 0]
+    return made[b[1] == 0].sum() / len(made) - made.exp().mean().log()
+
+
+@pytest.mark.parametrize("bytes_in_wide", [2**28, 0])
+@pytest.mark.parametrize("loss", [diverse, information])
+def test_a_head_that_starts_at_zero_hides_nothing(
+    loss: Any, bytes_in_wide: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoestring.techniques.splitting.find.WIDE_BYTES", bytes_in_wide)
+    model = net()
+    nn.init.zeros_(model[-1].weight)
+    nn.init.zeros_(model[-1].bias)
+    before = [p.clone() for p in model.parameters()]
+    assert find_units(model, batch(), loss).splits is False
+    assert find_units(model, batch(), classify).splits
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
 def test_microbatches_by_hand_are_refused_before_anything_moves() -> None:
     model = net()
     before = [p.detach().clone() for p in model.parameters()]

@@ -21,7 +21,17 @@ from ...torch_private.cpu import sixteen_bits
 from ...trace.graph import Op, TensorSpec, Trace
 from .casts import binary_loss_bytes, cast_bytes, loss_bytes, mean_bytes, total_bytes
 from .convolutions import convolution, convolution_backward
+from .matrices import eigenvectors, exponential, singular, three_factors
 from .operands import contiguous_bytes, is_narrow, nbytes_of
+from .selections import (
+    bag,
+    by_mask,
+    distances,
+    drawn,
+    masked_gradient,
+    masked_select,
+    ranked_copy,
+)
 
 _SMALL = 16 * 1024
 """Scratch memory of the kernels of recurrent layers."""
@@ -42,11 +52,6 @@ def scratch_bytes(op: Op) -> int:
     """Of one operation, at most."""
     rule = _RULES.get(op.name.partition(".")[2], cast_bytes)
     return rule(op)
-
-
-def _bag(op: Op) -> int:
-    """Sums of rows: their indices, sorted and counted."""
-    return 3 * max(nbytes_of(spec) for name, spec in op.inputs if name == "indices")
 
 
 def _coalesced(op: Op) -> int:
@@ -239,17 +244,27 @@ _RULES: dict[str, Callable[[Op], int]] = {
     "gelu_backward": _gelu_backward,
     "_ctc_loss_backward": _paths,
     "kthvalue": _ranked,
+    "linalg_matrix_exp": exponential,
+    "_linalg_eigh": eigenvectors,
+    "_linalg_svd": singular,
+    "_trilinear": three_factors,
+    "_euclidean_dist": distances,
+    **dict.fromkeys(("index", "index_put", "index_put_"), by_mask),
+    "masked_select": masked_select,
+    "masked_scatter_backward": masked_gradient,
+    "multinomial": drawn,
+    **dict.fromkeys(("median", "nanmedian"), ranked_copy),
     "_safe_softmax": _safe_softmax,
     "_log_softmax": _log_softmax,
     **dict.fromkeys(("im2col", "col2im"), _patches),
     **dict.fromkeys(("index_add", "index_add_"), _added_by_index),
-    **dict.fromkeys(("_softmax", "_softmax_backward_data", "median", "mode",
+    **dict.fromkeys(("_softmax", "_softmax_backward_data", "mode",
                      "embedding_dense_backward",
                      "_log_softmax_backward_data", "avg_pool2d", "max_pool2d_with_indices",
                      "_adaptive_avg_pool2d", "reflection_pad1d", "reflection_pad2d",
                      "replication_pad1d", "replication_pad2d", "_fft_r2c", "_fft_c2r",
                      "_fft_c2c"), contiguous_bytes),
-    **dict.fromkeys(("_embedding_bag", "_embedding_bag_backward"), _bag),
+    **dict.fromkeys(("_embedding_bag", "_embedding_bag_backward"), bag),
     "_scaled_dot_product_flash_attention_for_cpu": _attention,
     "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
     **dict.fromkeys(("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"), _lstm),

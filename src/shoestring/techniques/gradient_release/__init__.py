@@ -152,11 +152,7 @@ class GradientRelease(Technique):
                 f"the updates of {name} are not known to be independent",
                 hint="SGD, Adam or AdamW can release gradients",
             )
-        if setup.wrapper is not None:
-            raise InputError(
-                f"released gradients would leave out the step of {type(setup.wrapper).__name__}",
-                hint=f"give the {name} it holds",
-            )
+        setup.check_step("released gradients")
 
     def apply(self, setup: Setup) -> None:
         """Hooks on the parameters."""

@@ -155,11 +155,7 @@ class Offload(Technique):
                 f"the updates of {name} are not known to be independent",
                 hint="PyTorch's own SGD, Adam, AdamW, RMSprop and so on can be offloaded",
             )
-        if setup.wrapper is not None:
-            raise InputError(
-                f"state on the host would leave out the step of {type(setup.wrapper).__name__}",
-                hint=f"give the {name} it holds",
-            )
+        setup.check_step("state on the host")
         parameters = _held(setup.optimizer)
         if any(is_fake(p) or p.is_meta for p in parameters):
             return

@@ -144,12 +144,7 @@ class OptimizerState(Technique):
             raise InputError(
                 f"{name} cannot keep its state in {self.bits} bits", hint="SGD, Adam or AdamW can"
             )
-        if setup.wrapper is not None:
-            raise InputError(
-                f"{self.bits}-bit state updates in its own way and would leave out the step of "
-                f"{type(setup.wrapper).__name__}",
-                hint=f"give the {name} it holds",
-            )
+        setup.check_step(f"{self.bits}-bit state updates in its own way and")
         for group in optimizer.param_groups:
             for setting in ("amsgrad", "dampening", "differentiable"):
                 if group.get(setting):

@@ -151,12 +151,7 @@ class Precision(Technique):
         """The device must have the type, and the optimizer must work on one tensor at a time."""
         if self.kind == "fp32":
             return
-        if setup.wrapper is not None:
-            raise InputError(
-                f"{self.kind} updates in its own way and would leave out the step of "
-                f"{type(setup.wrapper).__name__}",
-                hint=f"give the {type(setup.optimizer).__name__} it holds",
-            )
+        setup.check_step(f"{self.kind} updates in its own way and")
         check_model(setup.model, _TYPES[self.kind])
         check_optimizer(setup.model, setup.optimizer)
 

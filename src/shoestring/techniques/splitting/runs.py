@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -25,8 +26,16 @@ Left = dict[tuple[str, str], Any]
 """Path of a module and name of an attribute → what a pass left there."""
 
 
+_SPREAD = 0.3
+"""Of random numbers in the place of weights that are zero, times the root of their inputs."""
+
+
 class CopyRuns:
-    """The model in FP64 or as it is."""
+    """The model in FP64 or as it is; of its weights that start at zero, random ones.
+
+    While a head is zero its examples all have the same scores, and a loss that compares them with
+    each other has the gradient of one that does not.
+    """
 
     def __init__(self, model: nn.Module, loss: Loss, *, wide: bool) -> None:
         self.wide, self._model, self._loss = wide, model, loss
@@ -38,6 +47,8 @@ class CopyRuns:
         """The loss ran a backward pass of the model."""
         self.left: Left = {}
         """By the last run."""
+        trained = [p for p in model.parameters() if p.requires_grad and p.numel()]
+        self._zeros = [p for p in trained if not bool(p.detach().any())]
 
     def run(
         self,
@@ -92,13 +103,25 @@ class CopyRuns:
             made = wide_model(self._model, memo)
         else:
             memo = {id(p): p for p in self._model.parameters()}
+            for p in self._zeros:
+                del memo[id(p)]
             made = copy.deepcopy(self._model, memo)
         held = ((p, memo.get(id(p), p)) for p in self._model.parameters())
         copy_gradient_hooks(held)
+        with torch.no_grad():
+            for number, p in enumerate(self._zeros):
+                memo[id(p)].copy_(_small(p, number))
         for module in made.modules():
             if is_normalization(module):
                 module.eval()
         yield made, memo
+
+
+def _small(p: torch.Tensor, number: int) -> torch.Tensor:
+    """Always the same random numbers in the form of a weight."""
+    stream = torch.Generator().manual_seed(number)
+    drawn = torch.randn(p.shape, generator=stream)
+    return drawn * _SPREAD / math.sqrt(p[0].numel() if p.dim() > 1 else 1)
 
 
 def _gradients(model: nn.Module) -> list[tuple[int, int] | None]:
