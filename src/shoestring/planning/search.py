@@ -44,6 +44,9 @@ _BETWEEN = (0.25, 0.5, 0.75)
 _WORTH = 0.97
 """Of the time of a plan that fits: others are predicted only if they are estimated to need less."""
 
+_SURELY = 1.05
+"""Of the limit: a schedule estimated to need so much by another setting is not predicted."""
+
 _SMALLEST = 3
 """Settings that can be applied and are estimated to need least, of which the smallest is sought."""
 
@@ -99,6 +102,10 @@ class Estimates(Protocol):
 
     def idle(self, candidate: Candidate) -> bool:
         """Whether a technique of its setting finds nothing to do with its schedule."""
+        ...
+
+    def bytes_by(self, setting: Setting, candidate: Candidate) -> int:
+        """Estimated for a candidate's schedule by another setting; 0 where its passes differ."""
         ...
 
     def predict(self, candidate: Candidate) -> Prediction | None:
@@ -178,7 +185,10 @@ def _simpler(
         if s.scales == own.scales and {id(o) for o in s.offers} < {id(o) for o in own.offers}
         and estimates.least_seconds(s) < found.seconds and estimates.least_bytes(s) <= limit_bytes
     ]  # fmt: skip
+    unforeseen = found.predicted.needed_bytes - found.candidate.peak_bytes
     for setting in sorted(fewer, key=lambda s: len(s.offers))[:1]:
+        if estimates.bytes_by(setting, found.candidate) + unforeseen > _SURELY * limit_bytes:
+            continue
         candidate = replace(found.candidate, setting=setting)
         predicted = estimates.predict(candidate)
         if predicted is not None and predicted.needed_bytes <= limit_bytes:
