@@ -105,7 +105,7 @@ class Estimates(Protocol):
         ...
 
     def bytes_by(self, setting: Setting, candidate: Candidate) -> int:
-        """Estimated for a candidate's schedule by another setting; 0 where its passes differ."""
+        """Estimated for a candidate's schedule by another setting; 0 if that has other blocks."""
         ...
 
     def predict(self, candidate: Candidate) -> Prediction | None:
