@@ -79,6 +79,9 @@ class _Known:
     def idle(self, candidate: Candidate) -> bool:
         return False
 
+    def bytes_by(self, setting: Setting, candidate: Candidate) -> int:
+        return 1
+
     def predict(self, candidate: Candidate) -> Prediction:
         self.predicted.append(candidate.plan.short())
         return Prediction(1, "device", "cuda", candidate.seconds, 1, "nominal")
@@ -209,6 +212,22 @@ def test_a_schedule_is_tried_with_fewer_techniques(
     known.best = lambda setting, room: Candidate(setting, None, 1, 1.0, Work(1))  # type: ignore[method-assign]
     found = search(known, some, 10, at)  # type: ignore[arg-type]
     assert found is not None and found.candidate.plan.short() == chosen
+
+
+@pytest.mark.parametrize("estimated, tried", [(10, True), (11, False), (0, True)])
+def test_fewer_techniques_are_predicted_only_where_they_may_fit(
+    estimated: int, tried: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step of a large model takes seconds to trace; 0 is for what no estimate tells."""
+    release, offload = Offer(GradientRelease(), ""), Offer(Offload(), "")
+    known = _Told({BOTH: 0.5, "released gradients": 0.6})
+    known.simpler = Prediction(11, "device", "cuda", 1.0, 1, "nominal")
+    monkeypatch.setattr(known, "best", lambda setting, room: Candidate(setting, None, 1, 1, Work()))
+    monkeypatch.setattr(known, "bytes_by", lambda setting, candidate: estimated)
+    some = [Setting((release, offload)), Setting((release,))]
+    at = Circumstances("cuda", batch_norm=False)
+    assert search(known, some, 10, at)  # type: ignore[arg-type]
+    assert known.predicted == [BOTH, *(["released gradients"] if tried else [])]
 
 
 LEVELS = st.sampled_from([Level.EQUAL, Level.ROUNDING, Level.NEAR])

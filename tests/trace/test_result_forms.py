@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shoestring.torch_private.fake_tensors import FakeTensor, FakeTensorMode
+from shoestring.torch_private.fake_tensors import FakeTensor, FakeTensorMode, as_parameter
 from shoestring.trace import results
 
 aten = torch.ops.aten
@@ -209,3 +209,40 @@ def test_results_of_16_bits_have_the_types_the_cpu_gives_them(name: str) -> None
                 out.float().sum().backward()
         found.append(typed.seen)
     assert found[0] == found[1]
+
+
+def test_a_count_that_an_update_only_reads_is_not_asked_about_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each parameter has one, and its value changes nothing of an update that returns nothing."""
+    asked: list[Any] = []
+    plain = results._with_values
+
+    def noting(func: Any, *given: Any) -> Any:
+        asked.append(func)
+        return plain(func, *given)
+
+    monkeypatch.setattr(results, "_with_values", noting)
+    monkeypatch.setattr(results, "_known", {})
+    mode = FakeTensorMode()
+    with mode:
+        weight, gradient, first, second = (torch.empty(4, 6) for _ in range(4))
+        count = torch.tensor(1.0)
+    how = {"lr": 0.1, "beta1": 0.9, "beta2": 0.9, "weight_decay": 0.0, "eps": 1e-8,
+           "amsgrad": False, "maximize": False}  # fmt: skip
+    add, update = aten._foreach_add_.Scalar, aten._fused_adamw_.default
+    for _ in range(2):
+        results.result(add, ([count], 1), {})
+        results.result(update, ([weight], [gradient], [first], [second], [], [count]), how)
+    assert asked == [add, update, add]
+    assert isinstance(count, FakeTensor) and count.constant is not None
+    assert float(count.constant) == 3.0
+
+
+def test_a_fake_parameter_is_as_the_class_makes_it() -> None:
+    with FakeTensorMode():
+        made = torch.nn.Parameter(torch.empty(4, 6), requires_grad=False)
+        given = as_parameter(torch.empty(4, 6), False)
+        trained = as_parameter(torch.empty(4, 6), True)
+    assert type(given) is type(made) and isinstance(given, torch.nn.Parameter)
+    assert not given.requires_grad and trained.requires_grad and trained.is_leaf

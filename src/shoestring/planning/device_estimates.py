@@ -350,6 +350,13 @@ class DeviceEstimates:
         """Inputs of recomputed blocks would lie on the host, and none is recomputed."""
         return candidate.setting.scales.inputs_here is not None and not candidate.work.link
 
+    def bytes_by(self, setting: Setting, candidate: Candidate) -> int:
+        """Estimated for a candidate's schedule by another setting; 0 if that has other blocks."""
+        at, passes = self._conditions(setting), self._passes(setting)
+        if passes.scheduler is None:
+            return 0 if candidate.scheduled else passes.unscheduled(at)[0].peak_bytes
+        return passes.scheduler.peak_bytes(at, candidate.scheduled)
+
     # -- predictions ---------------------------------------------------------------------------
 
     def predict(self, candidate: Candidate) -> Prediction | None:

@@ -165,6 +165,10 @@ class FundamentalEstimates:
         """Nothing is known of what a schedule leaves to others."""
         return False
 
+    def bytes_by(self, setting: Setting, candidate: Candidate) -> int:
+        """Nothing: to predict it takes no longer."""
+        return 0
+
     def predict(self, candidate: Candidate) -> Prediction:
         """Counted on what runs at once."""
         parts = candidate.setting.scales.parts

@@ -108,6 +108,10 @@ class Estimates(Protocol):
         """Whether a technique of its setting finds nothing to do with its schedule."""
         ...
 
+    def bytes_by(self, setting: Setting, candidate: Candidate) -> int:
+        """Estimated for a candidate's schedule by another setting; 0 if that has other blocks."""
+        ...
+
     def predict(self, candidate: Candidate) -> Prediction | None:
         """The final word; None where the plan cannot be applied to the model."""
         ...
@@ -185,7 +189,10 @@ def _simpler(
         if s.scales == own.scales and {id(o) for o in s.offers} < {id(o) for o in own.offers}
         and estimates.least_seconds(s) < found.seconds and estimates.least_bytes(s) <= limit_bytes
     ]  # fmt: skip
+    unforeseen = found.predicted.needed_bytes - found.candidate.peak_bytes
     for setting in sorted(fewer, key=lambda s: len(s.offers))[:1]:
+        if estimates.bytes_by(setting, found.candidate) + unforeseen > _UNLIKELY * limit_bytes:
+            continue
         candidate = replace(found.candidate, setting=setting)
         predicted = estimates.predict(candidate)
         if predicted is not None and predicted.needed_bytes <= limit_bytes:

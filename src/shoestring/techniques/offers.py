@@ -261,7 +261,10 @@ class Scheduler(Protocol):
         ...
 
     def peak_bytes(self, at: Conditions, technique: Technique | None) -> int:
-        """Estimated for settings that it found before; None for nothing recomputed."""
+        """Estimated for settings that it found, or another one: 0 if those are of other blocks.
+
+        None is for nothing recomputed.
+        """
         ...
 
     def ways(self) -> Iterable[Technique]:

@@ -43,6 +43,13 @@ def make_fake(
     return FakeTensor(mode, empty, device)
 
 
+def as_parameter(fake: FakeTensor, requires_grad: bool) -> FakeTensor:
+    """The same as `nn.Parameter(fake, requires_grad)`, without a second tensor."""
+    fake._is_param = True
+    fake.requires_grad_(requires_grad)
+    return fake
+
+
 __all__ = [
     "DataDependentOutputException",
     "DynamicOutputShapeException",
@@ -50,6 +57,7 @@ __all__ = [
     "FakeTensorMode",
     "UnsupportedFakeTensorException",
     "UnsupportedOperatorException",
+    "as_parameter",
     "constant_of",
     "forget_constant",
     "make_fake",

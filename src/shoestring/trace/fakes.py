@@ -15,11 +15,12 @@ import torch
 from torch import nn
 
 from ..errors import InputError, TraceError, needs_extra
-from ..torch_private.fake_tensors import FakeTensor, FakeTensorMode
+from ..torch_private.fake_tensors import FakeTensor, FakeTensorMode, as_parameter, make_fake
 from .batches import check_layouts, map_tensors, tensors_of
 from .values import stand_for
 
 OptimizerLike = torch.optim.Optimizer | str | None
+_CPU = torch.device("cpu")
 
 OPTIMIZERS: dict[str, Callable[[list[torch.Tensor]], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=5e-4),
@@ -71,7 +72,7 @@ def _fakes(tensors: Iterable[torch.Tensor], mode: FakeTensorMode) -> dict[int, t
             start, end = span(group)
             if len(group) == 1 and end - start == group[0].numel():  # alone and without gaps
                 shape, stride = group[0].shape, group[0].stride()
-                made[id(group[0])] = torch.empty_strided(shape, stride, dtype=dtype)
+                made[id(group[0])] = make_fake(mode, _CPU, shape, stride, dtype)
                 continue
             base = torch.empty(end - start, dtype=dtype)
             for tensor in group:
@@ -104,8 +105,8 @@ def fake_model(model: nn.Module, mode: FakeTensorMode) -> tuple[nn.Module, dict[
     memo: dict[int, Any] = dict(_fakes([*model.parameters(), *model.buffers()], mode))
     mapping: dict[int, torch.Tensor] = {}
     for parameter in model.parameters():
-        fake = nn.Parameter(memo[id(parameter)], requires_grad=parameter.requires_grad)
-        mapping[id(parameter)] = memo[id(parameter)] = fake
+        fake = as_parameter(memo[id(parameter)], parameter.requires_grad)
+        mapping[id(parameter)] = fake
     try:
         made = copy.deepcopy(model, memo)
     except Exception as error:

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from ..errors import InputError
+from ..torch_private.autograd import DisableTorchFunction
 from ..torch_private.dispatch import inner_tensors
 from ..torch_private.trees import tree_leaves
 from .attributes import Held, held_by, moved_modules
@@ -57,11 +58,13 @@ class RecordedStep:
 
     def note_gradients(self, recorder: Recorder, named: dict[str, nn.Parameter]) -> None:
         """Which storages are gradients, once there are any."""
-        for name, parameter in named.items():
-            if parameter.grad is not None:
-                records = recorder.storages_of(parameter.grad)
-                if records:  # a sparse gradient moves when another is added
-                    self.gradients.setdefault(name, []).extend(records)
+        with DisableTorchFunction():  # all are looked at in each of many updates
+            for name, parameter in named.items():
+                gradient = parameter.grad
+                if gradient is not None:
+                    records = recorder.storages_of(gradient)
+                    if records:  # a sparse gradient moves when another is added
+                        self.gradients.setdefault(name, []).extend(records)
 
     def note_state(
         self, recorder: Recorder, optimizer: torch.optim.Optimizer, named: dict[str, nn.Parameter]

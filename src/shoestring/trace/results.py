@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ..torch_private.fake_tensors import FakeTensor, make_fake
+from ..torch_private.fake_tensors import FakeTensor, constant_of, make_fake
 from ..torch_private.storages import dense_strides, suggest_memory_format
 from ..torch_private.trees import tensor_leaves
 from .cuda import on_cuda
@@ -168,7 +168,10 @@ def _key(
         return None
     parts: list[Any] = [func, torch.get_default_dtype()]
     seen: dict[int, int] = {}
-    if not _add(args, parts, operands, seen) or not _add(kwargs.values(), parts, operands, seen):
+    constants = _leaves_constants(func, args)
+    if not _add(args, parts, operands, seen, constants):
+        return None
+    if not _add(kwargs.values(), parts, operands, seen, constants):
         return None
     if not operands or operands[0].fake_mode.shape_env is not None or not _tells(func):
         return None
@@ -187,14 +190,45 @@ def _tells(func: Any) -> bool:
     return found
 
 
-def _add(given: Any, parts: list[Any], operands: list[FakeTensor], seen: dict[int, int]) -> bool:
+_updating: dict[Any, tuple[int, ...]] = {}
+"""Operations that return nothing → positions of what they write to."""
+
+
+def _leaves_constants(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether known values are read only, by an operation that returns nothing: an update's count.
+
+    They say nothing of its result, then.
+    """
+    written = _updating.get(func)
+    if written is None:
+        schema = func._schema
+        found = (
+            i for i, a in enumerate(schema.arguments) if a.alias_info and a.alias_info.is_write
+        )
+        written = _updating[func] = () if schema.returns else tuple(found)
+    return bool(written) and all(
+        position < len(args)
+        and all(constant_of(tensor) is None for tensor in tensor_leaves(args[position]))
+        for position in written
+    )
+
+
+def _add(
+    given: Any,
+    parts: list[Any],
+    operands: list[FakeTensor],
+    seen: dict[int, int],
+    constants: bool,
+) -> bool:
     for each in given:
         kind = each.__class__
         if kind in _PLAIN:
             parts.append(kind)
             parts.append(each)
         elif isinstance(each, FakeTensor):
-            if each.constant is not None or each.dtype.is_complex or each.layout != torch.strided:
+            if each.constant is not None and not constants:
+                return False
+            if each.dtype.is_complex or each.layout != torch.strided:
                 return False
             parts += (
                 seen.setdefault(id(each), len(operands)), each.shape, each.stride(),
@@ -203,7 +237,7 @@ def _add(given: Any, parts: list[Any], operands: list[FakeTensor], seen: dict[in
             operands.append(each)
         elif kind is list or kind is tuple:
             parts.append(len(each))
-            if not _add(each, parts, operands, seen):
+            if not _add(each, parts, operands, seen, constants):
                 return False
         else:
             return False

@@ -113,12 +113,15 @@ class BlockScheduler:
         return [self._scheduled(at, s) for s in found if _runs(s)]
 
     def peak_bytes(self, at: Conditions, technique: Technique | None) -> int:
-        """Of a schedule that it found before."""
+        """Of a schedule that it found before, or another one for the same blocks; else 0."""
         if self._chain is None:
             ways = [w for w in self._ways if w.technique == technique]
-            return self._by_way(at, ways[0]).peak_bytes
-        text = [] if technique is None else technique.to_dict()["schedule"]
-        items = read(text) if text else ("keep",) * len(self._chain.blocks)
+            return self._by_way(at, ways[0]).peak_bytes if ways else 0
+        told = {} if technique is None else technique.to_dict()
+        paths = tuple(stage.name for stage in self._chain.blocks)
+        if technique is not None and tuple(told.get("blocks", ())) != paths:
+            return 0
+        items = read(told["schedule"]) if technique is not None else ("keep",) * len(paths)
         return evaluate(adapted(self._chain, at), items, at.cost).peak_bytes
 
     def ways(self) -> Iterable[Technique]:
