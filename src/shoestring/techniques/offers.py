@@ -72,6 +72,8 @@ class Offer:
     """Techniques it is not offered beside, in these circumstances."""
     last: bool = False
     """Only where no plan as lossless fits without it: it takes more than the device and time."""
+    asked: bool = False
+    """Only where `allow` names it: it takes what no prediction counts."""
     recomputed: float = 0.0
     """Share of the forward pass that runs twice, where no trace says what that costs."""
 
