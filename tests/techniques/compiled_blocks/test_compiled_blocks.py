@@ -19,9 +19,14 @@ from torch.profiler import ProfilerActivity, profile
 
 import shoestring as ss
 from shoestring.errors import InputError, NoEffectWarning
+from shoestring.memory.work import Work
 from shoestring.planning.allow import Allowed
 from shoestring.step.apply import apply
 from shoestring.step.predict import predict_step
+from shoestring.step.trace_step import trace_plan
+from shoestring.techniques.checkpointing.scheduler import _without_refused
+from shoestring.techniques.checkpointing.stages import Chain as Blocks
+from shoestring.techniques.checkpointing.stages import Option, Stage
 from shoestring.techniques.compiled_blocks import blocks
 from shoestring.torch_private.compiling import as_inductor, compiled_whole
 
@@ -237,6 +242,55 @@ def test_it_can_be_written_down() -> None:
     plan = ss.Plan([ss.CompiledBlocks(blocks=("0", "1"))])
     assert ss.Plan.from_dict(plan.to_dict()) == plan
     assert ss.CompiledBlocks.from_flags({"compile_blocks": True}) == ss.CompiledBlocks()
+
+
+def test_fused_functions_launch_no_kernel() -> None:
+    """Product, sine and cosine are part of tanh's kernel."""
+    trace = trace_plan(
+        ss.Plan([ss.CompiledBlocks()]), model_of(Chain), batch(), loss=loss, optimizer=None
+    )
+    ran = [op.name for op in trace.forward_ops if op.times]
+    assert [ran.count(f"aten.{name}") for name in ("mul", "sin", "cos", "tanh")] == [0, 0, 0, COUNT]
+
+
+def test_schedules_beside_it_recompute_whole_blocks() -> None:
+    option = Option(1, 1, 1, 1, Work(), Work(), Work())
+    every = Stage("1", {"keep": option, "cheap": option, "lean": option})
+    chain = Blocks(Stage("", {"keep": option}), (every, every), Stage("", {"keep": option}))
+    left = _without_refused(chain, [ss.CompiledBlocks()], ss.Checkpointing.of)
+    assert [set(stage.options) for stage in left.blocks] == [{"keep"}] * 2
+    assert _without_refused(chain, [ss.Microbatching(2)], ss.Checkpointing.of) is chain
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        ss.Microbatching(16),
+        ss.GradientRelease(),
+        *(
+            pytest.param(one, marks=pytest.mark.slow, id=one.short())
+            for one in (
+                ss.Precision("bf16"),
+                ss.Precision("fp16"),
+                ss.OptimizerState(8, smallest=1),
+                ss.Offload(smallest=1),
+                ss.ActivationOffload("all", smallest=1),
+                ss.ActivationOffload(smallest=1),
+                ss.FusedUpdate(),
+            )
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::shoestring.errors.NoEffectWarning")
+def test_beside_others_it_takes_what_is_predicted(graphs: list[Any], other: ss.Technique) -> None:
+    model = model_of(Chain)
+    chosen = [ss.CompiledBlocks(), other]
+    optimizer = torch.optim.Adam(model.parameters())
+    given: dict[str, Any] = {"loss": loss, "optimizer": optimizer}
+    predicted = predict_step(chosen, model, batch(), **given).peak_bytes
+    step = apply(chosen, model, optimizer, loss=loss)
+    step(batch())
+    assert step.measure(batch()).peak_bytes == pytest.approx(predicted, rel=0.01)
 
 
 @pytest.mark.slow

@@ -246,7 +246,7 @@ def _named(path: str) -> Iterator[None]:
 
 @contextmanager
 def _frozen(block: nn.Module) -> Iterator[None]:
-    """Within: normalizations run again, and their running statistics stay as they were."""
+    """Within: normalizations are recomputed, and their running statistics stay as they were."""
     held = [
         (buffer, buffer.clone())
         for module in block.modules()
