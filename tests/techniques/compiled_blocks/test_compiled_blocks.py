@@ -206,6 +206,50 @@ def test_what_cannot_be_compiled_whole_is_named(graphs: list[Any]) -> None:
         step_of(model_of(Decides))(batch())
 
 
+def test_tracing_leaves_attributes_alone(graphs: list[Any]) -> None:
+    """A counter is moved by compiled code, once a pass."""
+
+    class Counts(Chain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.traced: list[int] = []
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.traced.append(1)
+            return super().forward(x)
+
+    model = model_of(Counts)
+    predict_step([ss.CompiledBlocks()], model, batch(), loss=loss, optimizer="sgd-plain")
+    assert not model[0].traced
+    step_of(model)(batch())
+    assert model[0].traced == [1]
+
+
+def test_buffers_that_are_assigned_are_refused() -> None:
+    class Assigns(Chain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(WIDE))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+            return super().forward(x)
+
+    model = model_of(Assigns)
+    with pytest.raises(InputError, match=r"0\.mean is another tensor after each pass"):
+        step_of(model)(batch())
+    assert not model[0].mean.any()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_the_certificate_says_so(graphs: list[Any], recomputed: bool) -> None:
+    model = model_of(Norm)
+    chosen = [ss.CompiledBlocks(), *[ss.Checkpointing("residual-1")] * recomputed]
+    found = ss.verify(chosen, model, [batch()], loss=loss, optimizer=sgd(model))
+    assert found.ok, str(found)
+
+
 def test_what_is_compiled_already_is_refused() -> None:
     model = model_of(Chain)
     model[1].compile()

@@ -35,6 +35,7 @@ from ...torch_private.compiling import (
 from ...torch_private.dispatch import without_modes
 from ...torch_private.fake_tensors import FakeTensorMode
 from ...torch_private.trees import tree_flatten, tree_unflatten
+from ...trace.attributes import held_by, put_back
 from ...trace.fakes import is_fake
 from .graphs import GraphRun
 
@@ -158,6 +159,9 @@ class _Given:
                 self.tensors.append(leaf)
             self.places.append(numbers[id(leaf)] if isinstance(leaf, torch.Tensor) else -1)
         self.rest = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        for tensor in self.tensors:
+            if type(tensor) not in (torch.Tensor, nn.Parameter) and not is_fake(tensor):
+                raise InputError(f"{path} is given a {type(tensor).__name__}", hint=_HINT)
         for leaf in self.rest:
             if not isinstance(leaf, _PLAIN):
                 raise InputError(
@@ -180,7 +184,13 @@ class _Given:
             ]
             args, kwargs = tree_unflatten(leaves, spec)
             with with_state(block.module, state):
-                return block.plain(*args, **kwargs)
+                made = block.plain(*args, **kwargs)
+                for name, buffer in block.module.named_buffers():
+                    if state.get(name) is not buffer:
+                        raise InputError(
+                            f"{block.path}.{name} is another tensor after each pass", hint=_HINT
+                        )
+                return made
 
         return run
 
@@ -213,11 +223,16 @@ def _graphs(block: _Block, given: _Given, state: dict[str, torch.Tensor]) -> Cal
     known = next((t.fake_mode for t in (*given.tensors, *state.values()) if is_fake(t)), None)  # type: ignore[attr-defined]
     mode = known or FakeTensorMode(allow_non_fake_inputs=True)
     unseen = torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
+    held = [(module, held_by(module)) for module in block.module.modules()]
     with without_modes(), torch.random.fork_rng(devices=()), unseen, _named(block.path):
         with mode:
             like = {name: _like(t) for name, t in state.items()}
             tensors = [_like(t) for t in given.tensors]
-        traced(like, *tensors)
+        try:
+            traced(like, *tensors)
+        finally:  # tracing runs the block's own code
+            for module, before in held:
+                put_back(module, before)
     if any(run.draws for run in runs):
         raise InputError(
             f"{block.path} draws random numbers, and compiled code would draw others",
