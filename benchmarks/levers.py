@@ -2,6 +2,7 @@
 
     python benchmarks/levers.py                          # on one GPU, all rows
     python benchmarks/levers.py --only 1b --only update  # rows whose name contains one of these
+    python benchmarks/levers.py --only "1b compiled" --only "1b + compiled"
     python benchmarks/levers.py --only long              # inputs of recomputed blocks on the host
     python benchmarks/levers.py --tiny --device cpu      # small shapes, to see that it runs
 
@@ -97,6 +98,8 @@ PLANS: dict[str, tuple[ss.Technique, ...]] = {
     "all, on the host": (*ALL, ss.OptimizerState(8), ss.Offload()),
     "all, 4-bit, on the host": (*ALL, ss.OptimizerState(4), ss.Offload()),
     "all, weights on the host": (*ALL, ss.OptimizerState(8), ss.Offload(), ss.WeightOffload()),
+    "compiled blocks": (ss.CompiledBlocks(),),
+    "+ compiled blocks": (ss.Checkpointing("residual-1"), ss.CompiledBlocks()),
     "8-bit activations": (ss.ActivationBits(8),),
     "4-bit activations": (ss.ActivationBits(4),),
     "+ 4-bit activations": (ss.Checkpointing("residual-1"), ss.ActivationBits(4)),

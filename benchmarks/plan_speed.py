@@ -1,13 +1,13 @@
 """What a plan costs in time: at half the plain peak, beside other ways to need less memory.
 
-    python benchmarks/plan_speed.py gpt2-medium       # on one GPU; also resnet50
+    python benchmarks/plan_speed.py gpt2-medium       # on one GPU; also resnet50, llama-1b
     python benchmarks/plan_speed.py gpt2-medium --tiny --device cpu
 
 In one process, one after the other: the plain step, ours by `ss.plan` for a share of the measured
-plain peak, `torch.utils.checkpoint` on every layer, ours for the peak which that had, and
-`torch.compile` with its `activation_memory_budget` (of a few, until one needs no more memory than
-ours). FP32 as
-PyTorch has it, no dropout: with dropout that budget is known to give wrong gradients. Times are
+plain peak, `torch.utils.checkpoint` on every layer, ours for the peak which that had, compiled
+blocks (all kept, all recomputed, and planned for the same share), and `torch.compile` with its
+`activation_memory_budget` (of a few, until one needs no more memory than ours). FP32 as PyTorch has
+it (Llama in bf16), no dropout: with dropout that budget is known to give wrong gradients. Times are
 the median of some steps after a few to warm up; peaks are the allocator's, or on the CPU those of
 all storages.
 """
@@ -36,6 +36,7 @@ from architectures.vision import Basic, Bottleneck, ResNet
 from plan_holds import clean, provenance
 from shoestring.memory.live.measure import measure, training_step
 from shoestring.planning.planner import Planner
+from shoestring.step.predict import predict_step
 
 COMPILE_BUDGETS = (0.5, 0.3, 0.1)
 """Tried in this order until one needs no more memory than ours."""
@@ -103,7 +104,32 @@ def resnet(tiny: bool, examples: int, fused: bool) -> Subject:
     )
 
 
-SUBJECTS = {"gpt2-medium": (gpt2, 8), "resnet50": (resnet, 128)}
+def llama(tiny: bool, examples: int, fused: bool) -> Subject:
+    """Llama 1B from its configuration, in bf16, sequences of 2,048."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    length, width, layers = (64, 64, 4) if tiny else (2048, 2048, 16)
+    config = LlamaConfig(
+        hidden_size=width, intermediate_size=4 * width, num_hidden_layers=layers,
+        num_attention_heads=width // 64, num_key_value_heads=width // 256 or 1,
+        vocab_size=512 if tiny else 128256, tie_word_embeddings=True, use_cache=False,
+    )  # fmt: skip
+
+    def batch() -> Any:
+        tokens = torch.randint(config.vocab_size, (examples, length))
+        return {"input_ids": tokens, "labels": tokens}
+
+    return Subject(
+        lambda: LlamaForCausalLM(config).to(torch.bfloat16),
+        batch,
+        lambda model, batch: model(**batch).loss,
+        lambda model: torch.optim.AdamW(model.parameters(), lr=1e-4, fused=fused),
+        lambda model: list(model.model.layers),
+        f"{layers} layers of {width}, {examples} × {length} tokens, bf16, AdamW",
+    )
+
+
+SUBJECTS = {"gpt2-medium": (gpt2, 8), "resnet50": (resnet, 128), "llama-1b": (llama, 2)}
 
 
 def main() -> None:
@@ -122,6 +148,7 @@ def main() -> None:
     run.ours(int(arguments.share * run.rows[0]["peak_bytes"]))
     run.every_layer()
     run.ours(run.rows[-1]["peak_bytes"])
+    run.compiled_blocks()
     if not arguments.no_compile:
         run.compiled()
     if arguments.json:
@@ -166,13 +193,14 @@ class Run:
         model, batch, optimizer = self.fresh()
         self.note("plain", *self.take(model, batch, optimizer))
 
-    def ours(self, budget: int) -> None:
-        """Planned for so many bytes, and applied."""
+    def ours(self, budget: int, more: str = "") -> None:
+        """Planned for so many bytes, and applied; `more` is allowed beside."""
         model, batch, optimizer = self.fresh()
         start = time.perf_counter()
         planner = Planner(
-            model, batch, loss=self.subject.loss, optimizer=optimizer, allow=self.arguments.allow
-        )
+            model, batch, loss=self.subject.loss, optimizer=optimizer,
+            allow=",".join(filter(None, (self.arguments.allow, more))),
+        )  # fmt: skip
         try:
             plan = planner.plan(budget)
         except ss.BudgetError as error:
@@ -184,7 +212,7 @@ class Run:
         step(batch)
         peak = step.measure(batch).peak_bytes
         seconds = self.time(lambda: step(batch))
-        self.note(f"ss.plan for {budget / 1e9:.2f} GB", peak, seconds, plan.short())
+        self.note(f"ss.plan for {budget / 1e9:.2f} GB {more}", peak, seconds, plan.short())
         self.rows[-1] |= {
             "budget_bytes": budget,
             "plan": plan.to_dict(),
@@ -206,6 +234,34 @@ class Run:
 
             layer.forward = forward  # type: ignore[method-assign]
         self.note("torch.utils.checkpoint", *self.take(model, batch, optimizer))
+
+    def compiled_blocks(self) -> None:
+        """Each kind of block compiled: all kept, all recomputed, and as planned."""
+        for others in ((), (ss.Checkpointing("residual-1"),)):
+            model, batch, optimizer = self.fresh()
+            chosen = (ss.CompiledBlocks(), *others)
+            predicted = predict_step(
+                chosen, model, batch, loss=self.subject.loss, optimizer=optimizer
+            )
+            step = ss.apply(chosen, model, optimizer, loss=self.subject.loss)
+            start = time.perf_counter()
+            for _ in range(3):
+                step(batch)
+            compiling = time.perf_counter() - start
+            if self.device == "cuda":
+                torch.cuda.empty_cache()
+            peak = step.measure(batch).peak_bytes
+            plan = " + ".join(technique.short() for technique in chosen)
+            self.note("compiled blocks", peak, self.time(lambda step=step, b=batch: step(b)), plan)
+            self.rows[-1] |= {
+                "plan": ss.Plan(chosen).to_dict(),
+                "predicted_bytes": predicted.peak_bytes,
+                "first_three_steps_seconds": compiling,
+                "captured": step.captured,
+            }
+            print(f"{'':<34}{predicted.peak_bytes / 1e6:>8.1f} MB predicted", flush=True)
+        plain = self.rows[0]["peak_bytes"]
+        self.ours(int(self.arguments.share * plain), "compiled_blocks")
 
     def compiled(self) -> None:
         """`torch.compile`, its budget lowered until it needs no more memory than ours."""

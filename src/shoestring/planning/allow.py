@@ -51,14 +51,15 @@ class Allowed:
 
     def permits(self, offer: Offer, at: Circumstances) -> bool:
         """Whether a plan may use it."""
-        return offer.level(at) <= self.level or offer.name in self.names
+        named = offer.name in self.names
+        return named or (not offer.asked and offer.level(at) <= self.level)
 
     def wider(self, offers: Sequence[Offer], at: Circumstances) -> list[Allowed]:
         """Options that could still be allowed, each with all before it, the least lossy first."""
         made: list[Allowed] = []
         now = self
         for offer in sorted(offers, key=lambda o: (o.level(at), o.lossiness)):
-            if now.permits(offer, at):
+            if offer.asked or now.permits(offer, at):
                 continue
             if offer.level(at) <= Level.NEAR:
                 now = Allowed(offer.level(at), now.names)

@@ -5,6 +5,7 @@ from .activation_offload import ActivationOffload
 from .base import Technique
 from .checkpointing import Checkpointing
 from .chunked_loss import ChunkedLoss
+from .compiled_blocks import CompiledBlocks
 from .fused_update import FusedUpdate
 from .gradient_release import GradientRelease
 from .microbatching import Microbatching
@@ -21,6 +22,7 @@ __all__ = [
     "ActivationOffload",
     "Checkpointing",
     "ChunkedLoss",
+    "CompiledBlocks",
     "FusedUpdate",
     "GradientRelease",
     "Microbatching",

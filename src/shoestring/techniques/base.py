@@ -283,6 +283,11 @@ class Technique:
         """Why it cannot be in one plan with another; None if it can."""
         return None
 
+    @property
+    def inside_blocks(self) -> bool:
+        """Whether it works on modules, weights or functions inside of blocks, and must see them."""
+        return False
+
     # -- settings and text ---------------------------------------------------------------------
 
     @property

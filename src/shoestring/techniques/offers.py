@@ -72,6 +72,8 @@ class Offer:
     """Techniques it is not offered beside, in these circumstances."""
     last: bool = False
     """Only where no plan as lossless fits without it: it takes more than the device and time."""
+    asked: bool = False
+    """Only where `allow` names it: it takes what no prediction counts."""
     recomputed: float = 0.0
     """Share of the forward pass that runs twice, where no trace says what that costs."""
 
@@ -117,6 +119,8 @@ class Context:
         self.accounting, self.reserved = accounting, reserved
         """On CUDA a budget is of what the allocator takes from the card, not of what is in use."""
         self._batch_norm = batch_norm
+        self.applied: tuple[Technique, ...] = ()
+        """Techniques that this step is traced with: see `within`."""
         self.found: dict[str, Any] = {}
         """Facts that techniques learned about the plain step, shared with contexts `within`
         some technique: "region_inputs" are the bytes each block is recomputed from."""
@@ -133,6 +137,7 @@ class Context:
             return self.trace_step(plan.but(*techniques), **others)
 
         made = copy.copy(self)
+        made.applied = (*self.applied, *techniques)
         made.__dict__.pop("trace", None)
         made.trace_step = trace_step
         return made

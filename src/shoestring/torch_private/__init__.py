@@ -14,6 +14,8 @@ No other file names `torch._…`. When torch moves, look here first; this is wha
   accumulation, loss scaling.
 - `cpu` (`torch._C`, `torch.cpu`, `torch.ops.mkldnn`): which kernels a CPU runs in 16 bits, for
   its budgets.
+- `compiling` (`torch._functorch`, `torch._inductor`, `torch._dynamo`, `torch.overrides`): compiled
+  blocks, and what they save, in predictions.
 - `loggers` (`torch._subclasses`): an error in a model's code is shown once, without a traceback.
 - `cuda_memory` (`torch._C`, `torch.cuda.memory`): captured steps; `Step.live`.
 

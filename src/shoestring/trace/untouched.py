@@ -251,6 +251,8 @@ def _key(tensor: torch.Tensor) -> int | None:
 class NotWritten(OperationMode):
     """Within: an operation that would write to one of these storages raises InputError instead."""
 
+    around_blocks = True
+
     def __init__(self, storages: Collection[int]) -> None:
         super().__init__()
         self._storages = storages

@@ -63,6 +63,11 @@ class ActivationBits(Technique):
                 hint="tensors of fewer elements are saved as they are",
             )
 
+    @property
+    def inside_blocks(self) -> bool:
+        """Always."""
+        return True
+
     def short(self) -> str:
         """The bits."""
         return f"{self.bits}-bit activations"

@@ -106,6 +106,8 @@ def _has_kernels(tensor: torch.Tensor) -> bool:
 class SavingInBits(TorchFunctionMode):
     """A context of one forward pass."""
 
+    sees_functions = True
+
     def __init__(self, model: nn.Module, batch: Any, bits: int, smallest: int, noise: Noise):
         super().__init__()
         self._bits, self._smallest, self._noise = bits, smallest, noise

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ...errors import InputError, NoEffectWarning
-from ...memory.items import Item, leaves, read, write
+from ...memory.items import LEAVES, Item, leaves, read, write
 from ...memory.schedule import STRATEGIES
 from ...trace.blocks import block_paths
 from ...trace.compiled import compiled_path
@@ -94,6 +94,13 @@ class Checkpointing(Technique):
     def is_neutral(self) -> bool:
         """Whether nothing is recomputed."""
         return self.strategy == "none"
+
+    @property
+    def inside_blocks(self) -> bool:
+        """Whether single functions are recomputed, not whole blocks."""
+        if self.schedule:
+            return any(map(_of_functions, read(self.schedule)))
+        return not re.fullmatch(r"none|residual-\d+", self.strategy)
 
     @property
     def _text(self) -> str:
@@ -266,6 +273,10 @@ class Checkpointing(Technique):
 def _comparable(model: nn.Module) -> Iterator[None]:
     with caches_off(model), uncompared():
         yield
+
+
+def _of_functions(item: Item) -> bool:
+    return item in LEAVES[1:] if isinstance(item, str) else any(map(_of_functions, item))
 
 
 def _random_states(item: Item, *, inside: bool = False) -> int:

@@ -249,6 +249,8 @@ def _unpack(packed: Saved | View) -> torch.Tensor:
 
 
 class _CallWatch(TorchFunctionMode):
+    sees_functions = True
+
     def __init__(self, recipes: Recipes) -> None:
         super().__init__()
         self._recipes = recipes

@@ -144,6 +144,8 @@ class _keeping(TorchFunctionMode):
     noted.
     """
 
+    around_blocks = True
+
     def __init__(self, kept: list[Any], first: FirstPass, compares: bool = False) -> None:
         super().__init__()
         self._kept, self._first, self._compares = kept, first, compares
@@ -174,6 +176,9 @@ class frozen_statistics(TorchFunctionMode):
     In training they are written, not read, so a tensor of their shape stands in for them. Marked
     functions return what they returned in the first pass.
     """
+
+    around_blocks = True
+    freezes_statistics = True
 
     def __init__(self, model: nn.Module, kept: Iterable[Any] = ()) -> None:
         super().__init__()

@@ -7,7 +7,7 @@ One without has a few named strategies to choose from.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ...errors import InputError, TraceError
@@ -18,7 +18,7 @@ from ...memory.work import Work, work_of_passes
 from ...trace.graph import Role, Trace
 from ..base import Technique
 from ..offers import Conditions, Context, Scheduled
-from ..plan import Plan
+from ..plan import Plan, refusal
 from .adapt import adapted
 from .block_chain import estimate_chain
 from .solve import front, solve
@@ -66,6 +66,7 @@ class BlockScheduler:
                 plain=context.found.get("chain"),
             )  # fmt: skip
             context.found.setdefault("chain", self._chain)
+            self._chain = _without_refused(self._chain, context.applied, of)
             inputs = tuple(stage.held_bytes for stage in self._chain.blocks)
             context.found.setdefault("region_inputs", inputs)
         except InputError:
@@ -195,6 +196,27 @@ class BlockScheduler:
         gradients = at.gradient_bytes if at.adds else int(way.gradient_bytes * at.gradients)
         peak = at.resident_bytes + gradients + int(way.activation_bytes * by.share * by.width)
         return Scheduled(way.technique, max(peak, at.floor_bytes), way.work)
+
+
+def _without_refused(
+    chain: Chain,
+    applied: Sequence[Technique],
+    of: Callable[[Sequence[Item], tuple[str, ...]], Technique],
+) -> Chain:
+    """The chain without the options that cannot be in a plan with these techniques."""
+
+    def goes(option: str) -> bool:
+        return refusal((*applied, of((option,) * len(chain.blocks), ()))) is None
+
+    options = {name for stage in chain.blocks for name in stage.options}
+    left = {name for name in options if name == "keep" or goes(name)}
+    if left == options:
+        return chain
+    blocks = (
+        replace(stage, options={n: o for n, o in stage.options.items() if n in left})
+        for stage in chain.blocks
+    )
+    return replace(chain, blocks=tuple(blocks))
 
 
 def _runs(schedule: Schedule) -> bool:

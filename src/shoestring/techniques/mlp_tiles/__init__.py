@@ -59,6 +59,11 @@ class TiledMLP(Technique):
                 hint="2048 computes an MLP for so many positions at a time",
             )
 
+    @property
+    def inside_blocks(self) -> bool:
+        """Always."""
+        return True
+
     def short(self) -> str:
         """Its name, and the rows where they are not the default."""
         return "MLPs in tiles" if self.rows is None else f"MLPs in tiles of {self.rows}"

@@ -140,6 +140,11 @@ class Sparsity(Technique):
         """Dense, zero where there is no weight."""
         return to_dense(model)
 
+    @property
+    def inside_blocks(self) -> bool:
+        """Each weight is filled in just before its function runs."""
+        return True
+
     def short(self) -> str:
         """The density."""
         return f"density {self.density:g}"

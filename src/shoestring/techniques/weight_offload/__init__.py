@@ -79,6 +79,11 @@ class WeightOffload(Technique):
                 hint="tensors of fewer elements stay",
             )
 
+    @property
+    def inside_blocks(self) -> bool:
+        """Always."""
+        return True
+
     def short(self) -> str:
         """The name of the tensors kept on the host."""
         part = "" if self.share == 1 else f"{100 * self.share:.3g}% of "
