@@ -9,7 +9,7 @@ from torch import nn
 
 import shoestring as ss
 from shoestring.verification.near import NearBounds
-from shoestring.verification.noise import noises
+from shoestring.verification.noise import Rounded, noises
 from shoestring.verification.pair import Pair
 
 
@@ -30,6 +30,16 @@ def test_bounds_of_near_plans_leave_those_of_rounding() -> None:
     rounding = noises(pair.exact, pair.expected)["parameters"]
     assert pair.noise["parameters"] == rounding
     assert all(near["parameters"].norms[n] > norm for n, norm in rounding.norms.items())
+
+
+def test_counts_are_not_rounded_to_16_bits() -> None:
+    """Rows of each expert, from which its kernel reads where they end."""
+    chosen = torch.arange(602) % 2
+    with Rounded("bf16"):
+        rows = torch.histc(chosen.float(), bins=2, min=0, max=1).cumsum(0)
+        third = torch.ones(3) / 3
+    assert rows.tolist() == [301.0, 602.0]
+    assert third[0] == torch.tensor(1 / 3, dtype=torch.bfloat16).float()
 
 
 class _Residual(nn.Module):

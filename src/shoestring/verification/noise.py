@@ -26,7 +26,8 @@ class Rounded(OperationMode):
 
     Small numbers of FP16 lose bits in the passes, in the backward pass after they were multiplied
     by the loss `scale`. `seed` rounds up or down at random, as often as the number is near:
-    another sample.
+    another sample. Whole numbers stay: counts and places, such as the rows of each expert, which
+    no step has in a type that cannot hold them.
     """
 
     def __init__(self, kind: str, seed: int | None = None, scale: float = 1.0) -> None:
@@ -50,9 +51,16 @@ class Rounded(OperationMode):
         if func.is_view:
             return made
         for leaf in tensor_leaves(made):
-            if leaf.dtype in (torch.float32, torch.float64):
+            if leaf.dtype in (torch.float32, torch.float64) and not _is_whole(leaf):
                 rounded_(leaf, self._bits, self._noise, self._exponent)
         return made
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    if tensor.layout is not torch.strided or not tensor.numel():
+        return False
+    few = tensor[(0,) * (tensor.dim() - 1)] if tensor.dim() else tensor
+    return bool((few == few.trunc()).all()) and bool((tensor == tensor.trunc()).all())
 
 
 @torch.no_grad()
