@@ -27,7 +27,7 @@ from ..step.step import Step, apply_alone
 from ..techniques.base import Technique
 from ..techniques.plan import Plan
 from ..trace.batches import map_tensors
-from ..trace.fakes import unwrapped
+from ..trace.fakes import passing_on, unwrapped
 from ..trace.tracing import Loss
 from ..units import format_size, parse_size
 
@@ -144,7 +144,8 @@ def route_updates(optimizer: torch.optim.Optimizer, step_of: Callable[[], Step |
             inside = False
         return found
 
-    optimizer.step = MethodType(routed, optimizer)  # type: ignore[method-assign] # as schedulers ask
+    method = MethodType(passing_on(routed, plain), optimizer)  # as schedulers ask
+    optimizer.step = method  # type: ignore[method-assign]
 
     def undo() -> None:
         optimizer.step = plain  # type: ignore[method-assign]

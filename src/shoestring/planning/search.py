@@ -45,6 +45,8 @@ _BETWEEN = (0.25, 0.5, 0.75)
 _WORTH = 0.97
 """Of the time of a plan that fits: others are predicted only if they are estimated to need less."""
 
+_PATIENCE = 12
+"""Predictions that do not fit before candidates are put aside."""
 _UNLIKELY = 1.05
 """Of the limit: a candidate that needs so much, with what estimates of the same passes left out, is
 put aside: predicted only where nothing else fits."""
@@ -215,6 +217,7 @@ def _fastest(
     of settings would be predicted up to `TRIES` times before a budget is refused.
     """
     left_out: dict[Scales, int] = {}
+    failed = 0
     unlikely: list[tuple[int, Candidate]] = []
     queue: list[tuple[float, int, Setting, Candidate | None, Candidate | None, int, int]] = []
     for number, setting in enumerate(settings):
@@ -241,7 +244,7 @@ def _fastest(
             heapq.heappush(queue, again)
             continue
         foreseen = candidate.peak_bytes + left_out.get(setting.scales, 0)
-        if foreseen > _UNLIKELY * limit_bytes:
+        if failed >= _PATIENCE and foreseen > _UNLIKELY * limit_bytes:
             unlikely.append((foreseen, candidate))
             missing = foreseen - limit_bytes
             again = (candidate.seconds, number, setting, None, candidate, missing, tries - 1)
@@ -266,6 +269,7 @@ def _fastest(
                 kept = found_now
             over = predicted.graph_bytes - limit_bytes
             tries = min(tries, _TRIES_FOR_GRAPH)
+        failed += 1
         missing = max(over, limit_bytes // 1000)
         if kept is None:
             first, less = skipped.get(number, (candidate, 0))

@@ -233,10 +233,19 @@ def adds_to_the_step(optimizer: Any) -> bool:
     return unwrapped(optimizer) is not optimizer and not known
 
 
+def passing_on(step: Callable[..., Any], before: Callable[..., Any]) -> Callable[..., Any]:
+    """A step to set on an optimizer, which does no more to parameters than the one before it."""
+    step.__wrapped__, step.passes_on = before, True  # type: ignore[attr-defined]
+    return step
+
+
 def _step_set_on(optimizer: Any) -> bool:
     """Learning-rate schedulers set one that counts its calls and does nothing else."""
     step: Any = getattr(optimizer, "__dict__", {}).get("step")
-    while getattr(step, "__globals__", {}).get("__name__") == "torch.optim.lr_scheduler":
+    while (
+        getattr(step, "passes_on", False)
+        or getattr(step, "__globals__", {}).get("__name__") == "torch.optim.lr_scheduler"
+    ):
         step = step.__wrapped__
     return step is not None and getattr(step, "__func__", step) is not type(optimizer).step
 
