@@ -16,6 +16,7 @@ from shoestring.step.group import process_group, ranks
 try:
     with process_group(torch.device("cpu")):
         print("ranks", ranks())
+        torch.distributed.barrier()  # who leaves first would end a connection that the other makes
 except ShoestringError as error:
     print("refused:", error.message)
 """
