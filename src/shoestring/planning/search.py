@@ -212,9 +212,9 @@ def _fastest(
 ) -> Found | None:
     """Of equally lossy ones, best first.
 
-    Scratch memory of kernels, for one, is in predictions alone. What estimates of the same passes
-    left out at least is taken to be missing from the next one, too: without that, each of hundreds
-    of settings would be predicted up to `TRIES` times before a budget is refused.
+    Scratch memory of kernels, for one, is in predictions alone. After `_PATIENCE` predictions that
+    do not fit, the next estimate is taken to leave out as much as others of the same passes did, at
+    least. Else each of hundreds of settings is predicted `TRIES` times before a budget is refused.
     """
     left_out: dict[Scales, int] = {}
     failed = 0

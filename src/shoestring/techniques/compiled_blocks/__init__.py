@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from ...errors import InputError, NoEffectWarning
 from ...trace.blocks import block_paths
+from ...trace.compiled import compiled_path
 from ...trace.graph import Trace
 from ..base import Flag, Setup, Technique
 from ..claims import VALUES, Circumstances, Claim, Level
@@ -94,15 +95,10 @@ class CompiledBlocks(Technique):
                     f"the model has no module {path!r} to compile",
                     hint="blocks are named by their path, such as 'layers.0'",
                 )
-        for path, module in known.items():
-            if self.wanted and (
-                getattr(module, "_compiled_call_impl", None) is not None
-                or hasattr(module, "_orig_mod")
-            ):
-                raise InputError(
-                    f"{path or 'the model'} is compiled already",
-                    hint="leave out torch.compile, or compiled_blocks",
-                )
+        if self.wanted and (where := compiled_path(setup.model)):
+            raise InputError(
+                f"{where} is compiled already", hint="leave out torch.compile, or compiled_blocks"
+            )
 
     def check_ranks(self, setup: Setup, kind: str) -> None:
         """Hooks that gather shared weights run inside of blocks."""
