@@ -19,6 +19,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 import warnings
@@ -32,6 +33,7 @@ import shoestring as ss
 from card_models import SUBJECTS, Subject
 from card_models.base import checkpointed
 from plan_holds import clean, provenance
+from turns import FILE, busy, take_turns, turn
 
 FRACTIONS = ("0.80", "0.55", "0.35", "0.20", "gc")
 Row = dict[str, Any]
@@ -56,7 +58,11 @@ class Case:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
-        return self._run(step)
+        with turn():
+            row = self._run(step)
+            optimizer.state.clear()
+            self._empty()
+        return row
 
     def planned(self, budget_bytes: int, allow: str) -> Row:
         """By a plan for the budget."""
@@ -64,25 +70,33 @@ class Case:
         model, batch, loss = self.subject.made(self.device, tiny=self.tiny)
         optimizer = self.subject.optimizer_for(model)
         row: Row = {"budget_bytes": budget_bytes, "allow": allow}
-        began = time.perf_counter()
+        began = busy()
         self._reset()
         try:
             plan = ss.plan(model, batch, loss=loss, optimizer=optimizer, budget=budget_bytes,
                            allow=allow)  # fmt: skip
         except ss.BudgetError as error:
             return {**row, "refused": str(error), "smallest_bytes": error.smallest_bytes,
-                    "plan_seconds": time.perf_counter() - began}  # fmt: skip
+                    "plan_seconds": busy() - began}  # fmt: skip
         except ss.ShoestringError as error:
             return {**row, "failed": f"{type(error).__name__}: {error}"}
         row |= {
-            "plan_seconds": time.perf_counter() - began, "planning_bytes": self._peak(),
+            "plan_seconds": busy() - began, "planning_bytes": self._peak(),
             "plan": plan.short(), "kind": plan.kind,
             "predicted_bytes": plan.predicted.needed_bytes,
             "predicted_ms": 1e3 * plan.predicted.seconds,
             "plain_predicted_ms": 1e3 * plan.plain.seconds,
             "plain_predicted_bytes": plan.plain.needed_bytes,
         }  # fmt: skip
+        with turn():
+            row |= self._applied(plan, model, batch, optimizer, loss)
+            self._empty()
+        return row
+
+    def _applied(self, plan: Any, model: Any, batch: Any, optimizer: Any, loss: Any) -> Row:
+        """Steps by the plan; what they took is free afterwards."""
         self._empty()
+        row: Row = {}
         step = ss.apply(plan, model, optimizer, loss=loss)
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
@@ -209,6 +223,7 @@ def main() -> None:
     given = parser.parse_args()
     if given.jobs:
         return several(given)
+    take_turns()
     print(HEADER, flush=True)
     warnings.simplefilter("ignore")
 
@@ -229,7 +244,7 @@ def main() -> None:
 
 
 def several(given: argparse.Namespace) -> None:
-    """One process a model; times are of a shared GPU then."""
+    """One process a model; they take turns on the GPU, so that times are of one alone."""
 
     def one(name: str) -> str:
         command = [sys.executable, __file__, name, "--device", given.device, "--allow", given.allow,
@@ -238,11 +253,12 @@ def several(given: argparse.Namespace) -> None:
         command += ["--no-peers"] * given.no_peers
         if given.out:
             command += ["--out", str(given.out)]
-        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        env = {FILE: file, **os.environ, "OMP_NUM_THREADS": "1"}
         return subprocess.run(command, capture_output=True, text=True, env=env, check=False).stdout
 
     print(HEADER, flush=True)
-    with ThreadPoolExecutor(given.jobs) as pool:
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(given.jobs) as pool:
+        file = str(Path(folder, "turns"))
         for text in pool.map(one, given.names or list(SUBJECTS)):
             print("\n".join(text.splitlines()[1:]), flush=True)
 

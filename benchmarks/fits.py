@@ -43,6 +43,7 @@ from shoestring.planning.planner import Planner
 from shoestring.step.trace_step import trace_plan
 from shoestring.techniques.plan import Plan
 from shoestring.trace.fakes import OPTIMIZERS
+from turns import turn
 
 LLAMA_1B = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 128256,
@@ -165,17 +166,18 @@ def measured(case: Case, given: Configured, plan: Plan, captured: bool) -> dict[
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    if plan.techniques:
-        step = ss.apply(plan, model, optimizer, loss=loss_of)
-        step.use_graph(captured)
-        for _ in range(4):
-            step(batch)
-    else:
-        for _ in range(4):
-            loss_of(model, batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    torch.cuda.synchronize()
+    with turn():
+        if plan.techniques:
+            step = ss.apply(plan, model, optimizer, loss=loss_of)
+            step.use_graph(captured)
+            for _ in range(4):
+                step(batch)
+        else:
+            for _ in range(4):
+                loss_of(model, batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        torch.cuda.synchronize()
     return {
         "reserved": torch.cuda.max_memory_reserved(),
         "allocated": torch.cuda.max_memory_allocated(),

@@ -30,6 +30,7 @@ import torch
 from torch import nn
 
 import shoestring as ss
+from turns import turn
 
 SHAPES: dict[str, dict[str, Any]] = {
     "1b": {
@@ -168,13 +169,14 @@ def wait(device: str) -> None:
 def timed(run: Callable[[], object], device: str, groups: int = 3, each: int = 2) -> float:
     """Seconds of one call: the median of some groups."""
     found = []
-    for _ in range(groups):
-        wait(device)
-        start = time.perf_counter()
-        for _ in range(each):
-            run()
-        wait(device)
-        found.append((time.perf_counter() - start) / each)
+    with turn():
+        for _ in range(groups):
+            wait(device)
+            start = time.perf_counter()
+            for _ in range(each):
+                run()
+            wait(device)
+            found.append((time.perf_counter() - start) / each)
     return statistics.median(found)
 
 

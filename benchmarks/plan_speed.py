@@ -37,6 +37,7 @@ from plan_holds import clean, provenance
 from shoestring.memory.live.measure import measure, training_step
 from shoestring.planning.planner import Planner
 from shoestring.step.predict import predict_step
+from turns import take_turns, turn
 
 COMPILE_BUDGETS = (0.5, 0.3, 0.1)
 """Tried in this order until one needs no more memory than ours."""
@@ -143,6 +144,7 @@ def main() -> None:
     subject = make(arguments.tiny, count, arguments.device == "cuda")
     print(f"{arguments.model}: {subject.what}; {arguments.share:.0%} of the plain peak", flush=True)
     print(f"{'':<34}{'peak':>11}{'of plain':>9}{'step':>11}{'of plain':>9}  plan", flush=True)
+    take_turns()
     run = Run(subject, arguments)
     run.plain()
     run.ours(int(arguments.share * run.rows[0]["peak_bytes"]))
@@ -306,13 +308,14 @@ class Run:
     def time(self, step: Callable[[], Any]) -> float:
         """The median of some steps."""
         taken = []
-        for number in range(3 + self.arguments.steps):
-            start = time.perf_counter()
-            step()
-            if self.device == "cuda":
-                torch.cuda.synchronize()
-            if number >= 3:
-                taken.append(time.perf_counter() - start)
+        with turn():
+            for number in range(3 + self.arguments.steps):
+                start = time.perf_counter()
+                step()
+                if self.device == "cuda":
+                    torch.cuda.synchronize()
+                if number >= 3:
+                    taken.append(time.perf_counter() - start)
         return statistics.median(taken)
 
     def note(self, way: str, peak: int, seconds: float, plan: str = "") -> None:

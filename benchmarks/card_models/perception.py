@@ -184,6 +184,26 @@ def _torchvision(name: str, rows: int) -> Any:
     return build
 
 
+def _detr(tiny: bool) -> Made:
+    """Boxes are matched to objects on the host, so it cannot be traced."""
+    from transformers import DetrConfig, DetrForObjectDetection, ResNetConfig
+
+    shape: dict[str, Any] = {"depths": [1, 1, 1, 1], "hidden_sizes": [16, 32, 48, 64]}
+    sizes: dict[str, Any] = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2}
+    sizes |= {"encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "num_queries": 10}
+    config = DetrConfig(
+        use_timm_backbone=False, use_pretrained_backbone=False, backbone=None,
+        num_labels=91,
+        backbone_config=ResNetConfig(out_features=["stage4"], **shape if tiny else {}),
+        **sizes if tiny else {},
+    )  # fmt: skip
+    rows, side = (2, 64) if tiny else (8, 640)
+    labels = [{"class_labels": torch.arange(n) % 90, "boxes": torch.rand(n, 4) / 2 + 0.2}
+              for n in (3 + row % 5 for row in range(rows))]  # fmt: skip
+    batch = {"pixel_values": torch.randn(rows, 3, side, side), "labels": labels}
+    return DetrForObjectDetection(config).train(), batch, own_loss
+
+
 FUSED = "adamw-fused"
 
 PERCEPTION = (
@@ -198,4 +218,5 @@ PERCEPTION = (
     Subject("whisper", "speech", _whisper),
     Subject("u-net", "diffusion", _diffusion),
     Subject("graph", "graph", _graph),
+    Subject("detr", "detection", _detr),
 )  # fmt: skip
