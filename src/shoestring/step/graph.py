@@ -11,6 +11,7 @@ import gc
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -103,6 +104,8 @@ class GraphRunner:
         self._graphs.move_to_end(shapes)
         if graph.replays:
             self._wasted = 0
+        for call in self._setup.before_graph:
+            call()
         return graph(batch)
 
     @property
@@ -169,13 +172,15 @@ class GraphRunner:
         host = HostState(self._setup, self._modules)
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
+        for call in self._setup.before_graph:
+            call()
         try:
             with rewound_streams():
                 drawn = stream_states()
                 starts = self._seen[shapes]
                 again, self._captures = self._captures > 0, self._captures + 1
                 graph = CapturedStep(
-                    self._compute, batch, device, starts, self._pool,
+                    self._within_capture, batch, device, starts, self._pool,
                     in_place=self.in_place, again=again,
                 )  # fmt: skip
                 if stream_states() != drawn:
@@ -204,6 +209,12 @@ class GraphRunner:
         self._graphs[shapes] = graph
         return graph
 
+    def _within_capture(self, batch: Any) -> torch.Tensor:
+        with ExitStack() as stack:
+            for around in self._setup.in_capture:
+                stack.enter_context(around())
+            return self._compute(batch)
+
     def _settings(self) -> Any:
         """Settings that decide which operations run, and the optimizer's numbers."""
         numbers = tuple(
@@ -220,7 +231,7 @@ class GraphRunner:
     def _where(self) -> tuple[int, ...]:
         """The addresses of everything that outlives a step."""
         held = [t for m in self._modules for t in (*m._parameters.values(), *m._buffers.values())]
-        for state in self._setup.optimizer.state.values():
+        for state in dict.values(self._setup.optimizer.state):  # without waiting for what is in it
             held += [value for value in state.values() if isinstance(value, torch.Tensor)]
         return tuple(tensor.data_ptr() for tensor in held if tensor is not None)
 

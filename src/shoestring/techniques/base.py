@@ -172,10 +172,17 @@ class Setup:
     """The first forward pass is looked at; what was found there changes those after it."""
     update_on_device: bool = False
     """The update reads nothing back to the host, whatever the optimizer does by itself."""
+    update_streams: bool = False
+    """Around the update tensors are brought and taken away: nobody may leave it out."""
     rates_on_device: Callable[[], bool] = lambda: False
     """Whether the update takes learning rates as tensors, so that a graph follows a schedule."""
     not_captured: str = ""
     """Why a technique keeps the step from being one CUDA graph; "" where none does."""
+    before_graph: list[Callable[[], None]] = field(default_factory=list)
+    """Called before a step is captured as a CUDA graph, and before each replay: copies of other
+    streams are waited for."""
+    in_capture: list[Callable[[], AbstractContextManager[None]]] = field(default_factory=list)
+    """Around a step while it is captured: other streams leave from its own, and join it again."""
     loss: Callable[[nn.Module, Any], torch.Tensor] | None = None
     """The user's own, (model, batch) → loss; `run` is what the step makes of it."""
     wrapper: Any = None

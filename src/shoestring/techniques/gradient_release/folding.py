@@ -19,7 +19,8 @@ from ..base import Setup
 
 def folds(setup: Setup, wanted: bool | str) -> bool:
     """Whether parts are added to the moments: by the optimizer's own arithmetic, and as wanted."""
-    return not setup.update_on_device and can_fold(setup.optimizer, wanted)
+    own = not (setup.update_on_device or setup.update_streams)
+    return own and can_fold(setup.optimizer, wanted)
 
 
 def can_fold(optimizer: torch.optim.Optimizer, wanted: bool | str) -> bool:

@@ -54,7 +54,6 @@ class Offload(Technique):
         Flag("offload", "what", str, "Tensors to keep on the host: state.", label="on the host"),
     )
     updates_apart: ClassVar[bool] = True
-    runs_eagerly: ClassVar[bool] = True
 
     what: Literal["state"] = "state"
     smallest: int = 4096
@@ -192,8 +191,9 @@ class Offload(Technique):
             setup.update = MappedUpdate(optimizer, setup.update, plain=plain)
             return
         update = StreamedUpdate(setup)
-        setup.update, setup.update_on_device = update, True
-        setup.not_captured = "the optimizer's state is streamed from the host"
+        setup.update, setup.update_streams = update, True
+        setup.before_graph.append(update.wait)
+        setup.in_capture.append(update.captured)
         setup.after_update.append(update.finish)
         setup.meanings.append(_OnHost())
 

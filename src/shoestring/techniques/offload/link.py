@@ -38,7 +38,8 @@ class Link:
         self._real = like.is_cuda and not is_fake(like)
         if self._real:
             self._in, self._out = (torch.cuda.Stream(like.device) for _ in range(2))
-            self._in.wait_stream(torch.cuda.current_stream())
+            for stream in (self._in, self._out):
+                stream.wait_stream(torch.cuda.current_stream())
         self._ready: dict[int, tuple[int, Any, dict[int, Passage]]] = {}
         """Key of a chunk → its buffer, when it is filled, what is in it by parameter."""
         self._emptied: list[Any] = [None] * len(sizes)
@@ -126,6 +127,24 @@ class Link:
 
         return wait
 
+    def wait(self) -> None:
+        """What is computed next finds nothing on its way."""
+        if self._real:
+            for stream in (self._in, self._out):
+                torch.cuda.current_stream().wait_stream(stream)
+
+    def forget(self) -> None:
+        """Nothing is on its way; events of before are not waited for."""
+        self._ready.clear()
+        self._emptied = [None] * len(self.sizes)
+
+    def follow(self) -> None:
+        """What is copied from here on waits for what is computed before."""
+        self.forget()
+        if self._real:
+            for stream in (self._in, self._out):
+                stream.wait_stream(torch.cuda.current_stream())
+
     def finish(self) -> Callable[[], None] | None:
         """The next computation may use the buffers' memory: it waits for the last copy.
 
@@ -136,8 +155,7 @@ class Link:
         self._buffers.clear()
         if not self._real:
             return None
-        torch.cuda.current_stream().wait_stream(self._out)
-        torch.cuda.current_stream().wait_stream(self._in)
+        self.wait()
         wait: Callable[[], None] = self._out.record_event().synchronize
         return wait
 

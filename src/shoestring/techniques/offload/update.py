@@ -10,12 +10,16 @@ GPU it is streamed through a few buffers, chunk after chunk, by streams of their
 Where each update is called for by the backward pass, the next chunk is that of the last step, and
 the buffers stay: the first chunk of a step comes in under its forward pass, and the last one goes
 out under the next.
+
+In a step that is captured as a CUDA graph the streams leave from that of the capture and join it at
+its end: copies are part of the graph, and the last one goes out before the next step begins.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import groupby
 from typing import Any
 
@@ -61,9 +65,41 @@ class StreamedUpdate:
         self._last: int | None = None
         self._first: Chunk | None = None
         self._counted = 0
+        self._capturing = False
+        self._replayed = False
+        """The last step was a graph's, whose copies no stream of ours knows of."""
+
+    def wait(self) -> None:
+        """Before a graph: all copies of steps before are waited for."""
+        if self._link is not None:
+            self._link.wait()
+        self._replayed = True
+
+    @contextmanager
+    def captured(self) -> Iterator[None]:
+        """Around a step that is captured."""
+        self._capturing, self._last = True, None
+        state = _state_of(self._optimizer)
+        state.pending = None
+        try:
+            if self._link is not None:
+                self._link.follow()
+                if self._first is not None:
+                    self._link.fetch(id(self._first[1][0]), self._hosted(self._first))
+            yield
+            if self._link is not None:
+                self._link.wait()
+        except BaseException:
+            self._link = None  # its streams were left within the capture
+            raise
+        finally:
+            if self._link is not None:
+                self._link.forget()
+            self._capturing, self._last, state.pending = False, None, None
 
     def __call__(self) -> None:
         """Update all parameters that have a gradient now."""
+        self._replayed = self._replayed and self._capturing
         kept = _state_of(self._optimizer).kept
         work = list(with_gradient(self._optimizer))
         chunks = self._chunks([one for one in work if one[1] not in kept])
@@ -86,6 +122,11 @@ class StreamedUpdate:
     def finish(self) -> None:
         """After a step: buffers go when what lies in them is on the host, or wait for the next."""
         link, state = self._link, _state_of(self._optimizer)
+        if self._replayed and not self._capturing:
+            if link is not None:
+                link.follow()
+            state.pending = torch.cuda.current_stream().record_event().synchronize
+            return
         if link is None:
             return
         setup = self._setup()
