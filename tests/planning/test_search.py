@@ -1,5 +1,6 @@
 """What is allowed, which settings are tried, and plans by the report's accounting."""
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -138,10 +139,44 @@ def test_what_estimates_leave_out_is_learnt_from_the_first_prediction() -> None:
     kinds = [s.plan().short() for s in some]
     none = _Scratch(dict.fromkeys(kinds, 50))
     assert search(none, some, 100, Circumstances("cuda", batch_norm=False)) is None  # type: ignore[arg-type]
-    assert len(none.predicted) < 24  # all 32 before
+    assert len(set(none.predicted)) < 24  # all 32 before
     last = _Scratch({**dict.fromkeys(kinds, 50), kinds[15]: 5})  # fits, unlike those before
     found = search(last, some, 100, Circumstances("cuda", batch_norm=False))  # type: ignore[arg-type]
     assert found is not None and found.candidate.plan.short() == kinds[15]
+
+
+class _Gaps(_Scratch):
+    """Schedules may need less, for more time; what is reserved is always 20 more."""
+
+    def __init__(self, kinds: list[str]) -> None:
+        super().__init__(dict.fromkeys(kinds, 20))
+
+    def tighter(self, candidate: Candidate, missing_bytes: int) -> Candidate:
+        less = max(missing_bytes, 1)
+        return replace(
+            candidate,
+            peak_bytes=candidate.peak_bytes - less,
+            seconds=candidate.seconds + less / 4000,
+        )
+
+
+def test_what_one_prediction_missed_is_expected_of_the_next() -> None:
+    """32 settings with the same schedule, of which the first is predicted to be too large."""
+    some = [Setting((Offer(Offload(share=n / 32), ""),)) for n in range(1, 33)]
+    kinds = [s.plan().short() for s in some]
+    known = _Gaps(kinds)
+    found = search(known, some, 100, Circumstances("cuda", batch_norm=False))  # type: ignore[arg-type]
+    assert found is not None and found.predicted.needed_bytes == 100
+    assert known.predicted == [kinds[0], kinds[0]]  # 33 before
+
+
+@pytest.mark.parametrize("slower, chosen", [(1.004, 1), (1.02, 2)])
+def test_a_technique_more_must_save_some_time(slower: float, chosen: int) -> None:
+    release, offload = Offer(GradientRelease(), ""), Offer(Offload(), "")
+    some = [Setting((release, offload)), Setting((release,))]
+    known = _Known({BOTH: 1.0, "released gradients": slower})
+    found = search(known, some, 10, Circumstances("cuda", batch_norm=False))  # type: ignore[arg-type]
+    assert found is not None and len(found.candidate.plan.techniques) == chosen
 
 
 class _Bounded(_Known):
@@ -189,6 +224,11 @@ class _Told(_Known):
 BOTH = "state on the host + released gradients"
 
 
+def _longer_alone(setting: Setting) -> Candidate:
+    """Each setting has a schedule of its own."""
+    return Candidate(setting, None, 1, 1.0 if len(setting.offers) > 1 else 1.1, Work(1))
+
+
 @pytest.mark.parametrize(
     "nbytes, seconds, width, chosen",
     [
@@ -209,7 +249,7 @@ def test_a_schedule_is_tried_with_fewer_techniques(
     known = _Told({BOTH: 0.5, "released gradients": 0.6})
     known.simpler = nbytes and Prediction(nbytes, "device", "cuda", seconds, 1, "nominal")
     at = Circumstances("cuda", batch_norm=False)
-    known.best = lambda setting, room: Candidate(setting, None, 1, 1.0, Work(1))  # type: ignore[method-assign]
+    known.best = lambda setting, room: _longer_alone(setting)  # type: ignore[method-assign]
     found = search(known, some, 10, at)  # type: ignore[arg-type]
     assert found is not None and found.candidate.plan.short() == chosen
 
@@ -222,7 +262,7 @@ def test_fewer_techniques_are_predicted_only_where_they_may_fit(
     release, offload = Offer(GradientRelease(), ""), Offer(Offload(), "")
     known = _Told({BOTH: 0.5, "released gradients": 0.6})
     known.simpler = Prediction(11, "device", "cuda", 1.0, 1, "nominal")
-    monkeypatch.setattr(known, "best", lambda setting, room: Candidate(setting, None, 1, 1, Work()))
+    monkeypatch.setattr(known, "best", lambda setting, room: _longer_alone(setting))
     monkeypatch.setattr(known, "bytes_by", lambda setting, candidate: estimated)
     some = [Setting((release, offload)), Setting((release,))]
     at = Circumstances("cuda", batch_norm=False)

@@ -45,11 +45,23 @@ _BETWEEN = (0.25, 0.5, 0.75)
 _WORTH = 0.97
 """Of the time of a plan that fits: others are predicted only if they are estimated to need less."""
 
-_PATIENCE = 12
-"""Predictions that do not fit before candidates are put aside."""
-_UNLIKELY = 1.05
-"""Of the limit: a candidate that needs so much, with what estimates of the same passes left out, is
-put aside: predicted only where nothing else fits."""
+_EACH = 0.005
+"""Of a step's time, what one technique more must save: estimates are not that good."""
+
+
+@dataclass(frozen=True)
+class _Patience:
+    """When a candidate is put aside: predicted only where nothing else fits."""
+
+    failures: int
+    """Predictions that did not fit before."""
+    above: float
+    """Of the limit: what it needs, with what estimates of the same passes left out."""
+
+
+_PATIENCE = _Patience(0, 1.0), _Patience(12, 1.05)
+"""If nothing is found, the search is repeated with more of it."""
+_UNLIKELY = _PATIENCE[-1].above
 _LIKELIEST = 8
 """Of those that were put aside, how many are predicted in the end."""
 
@@ -181,7 +193,7 @@ def _estimated(estimates: Estimates, settings: Sequence[Setting], limit_bytes: i
 def _simpler(
     estimates: Estimates, found: Found, settings: Sequence[Setting], limit_bytes: int
 ) -> Found:
-    """The same schedule with fewer techniques, if that fits, too, and takes no longer.
+    """The same schedule with fewer techniques, if that fits, too, and takes hardly longer.
 
     Each setting is searched for itself, so one with more techniques may come to a schedule first.
     """
@@ -199,9 +211,14 @@ def _simpler(
         predicted = estimates.predict(candidate)
         if predicted is not None and predicted.needed_bytes <= limit_bytes:
             simpler = Found(candidate, predicted)
-            if simpler.seconds <= found.seconds:
+            if _price(setting, simpler.seconds) <= _price(own, found.seconds):
                 return simpler
     return found
+
+
+def _price(setting: Setting, seconds: float) -> float:
+    """Seconds, and a little for each technique: of two equally fast plans the simpler is first."""
+    return seconds * (1 + _EACH * sum(not offer.dominates for offer in setting.offers))
 
 
 def _fastest(
@@ -210,24 +227,39 @@ def _fastest(
     limit_bytes: int,
     below_seconds: float = math.inf,
 ) -> Found | None:
-    """Of equally lossy ones, best first.
+    """Of equally lossy ones, best first."""
+    tried = (
+        _fastest_with(patience, estimates, settings, limit_bytes, below_seconds)
+        for patience in _PATIENCE
+    )
+    return next((found for found in tried if found is not None), None)
 
-    Scratch memory of kernels, for one, is in predictions alone. After `_PATIENCE` predictions that
-    do not fit, the next estimate is taken to leave out as much as others of the same passes did, at
-    least. Else each of hundreds of settings is predicted `TRIES` times before a budget is refused.
+
+def _fastest_with(
+    patience: _Patience,
+    estimates: Estimates,
+    settings: Sequence[Setting],
+    limit_bytes: int,
+    below_seconds: float,
+) -> Found | None:
+    """Scratch memory of kernels, and gaps between what is reserved, are in predictions alone.
+
+    So an estimate is taken to leave out as much as those of the same passes did, at least. Else
+    each of hundreds of settings with the same schedule is predicted, `TRIES` times.
     """
     left_out: dict[Scales, int] = {}
     failed = 0
     unlikely: list[tuple[int, Candidate]] = []
     queue: list[tuple[float, int, Setting, Candidate | None, Candidate | None, int, int]] = []
     for number, setting in enumerate(settings):
-        least = estimates.least_seconds(setting)
+        least = _price(setting, estimates.least_seconds(setting))
         heapq.heappush(queue, (least, number, setting, None, None, 0, TRIES))
     kept: Found | None = None
     skipped: dict[int, tuple[Candidate, int]] = {}
     while queue:
         least, number, setting, candidate, last, missing, tries = heapq.heappop(queue)
-        if least >= (below_seconds if kept is None else kept.seconds):
+        known = below_seconds if kept is None else _price(kept.candidate.setting, kept.seconds)
+        if least >= known:
             break
         if candidate is None:
             if last is None and estimates.least_bytes(setting) <= limit_bytes:
@@ -235,20 +267,19 @@ def _fastest(
             elif last is not None and tries:
                 candidate = estimates.tighter(last, missing)
             if candidate is not None:
-                found = (candidate.seconds, number, setting, candidate, None, 0, tries)
-                heapq.heappush(queue, found)
+                price = _price(setting, candidate.seconds)
+                heapq.heappush(queue, (price, number, setting, candidate, None, 0, tries))
             continue
         if estimates.idle(candidate):  # as the same plan without it, which is tried, too
             missing = limit_bytes // _TIGHTER
-            again = (candidate.seconds, number, setting, None, candidate, missing, tries - 1)
-            heapq.heappush(queue, again)
+            heapq.heappush(queue, (least, number, setting, None, candidate, missing, tries - 1))
             continue
         foreseen = candidate.peak_bytes + left_out.get(setting.scales, 0)
-        if failed >= _PATIENCE and foreseen > _UNLIKELY * limit_bytes:
+        likely = foreseen <= patience.above * limit_bytes
+        if not likely and failed >= patience.failures and setting.scales in left_out:
             unlikely.append((foreseen, candidate))
             missing = foreseen - limit_bytes
-            again = (candidate.seconds, number, setting, None, candidate, missing, tries - 1)
-            heapq.heappush(queue, again)
+            heapq.heappush(queue, (least, number, setting, None, candidate, missing, tries - 1))
             continue
         predicted = estimates.predict(candidate)
         if predicted is None:
@@ -274,9 +305,10 @@ def _fastest(
         if kept is None:
             first, less = skipped.get(number, (candidate, 0))
             skipped[number] = first, less + missing
-        again = (candidate.seconds, number, setting, None, candidate, missing, tries - 1)
-        heapq.heappush(queue, again)
-    return _likeliest(estimates, unlikely, limit_bytes, below_seconds) if kept is None else kept
+        heapq.heappush(queue, (least, number, setting, None, candidate, missing, tries - 1))
+    if kept is None and patience is _PATIENCE[-1]:
+        return _likeliest(estimates, unlikely, limit_bytes, below_seconds)
+    return kept
 
 
 def _likeliest(
