@@ -392,6 +392,27 @@ def test_a_captured_step_copies_the_same(way: str, released: bool) -> None:
     assert equal(run(), run(OFFLOAD))
 
 
+def test_buffers_that_a_graph_copies_into_stay_when_more_state_comes(way: str) -> None:
+    """An expert that the captured step did not use, and that an eager one trains."""
+    if way == "mapped":
+        pytest.skip("no graph beside the CPU")
+    model = nn.ModuleList([nn.Linear(48, 48), nn.Linear(480, 480)])
+    own = torch.optim.AdamW(model.parameters())
+    step = ss.apply(
+        [ss.GradientRelease(), OFFLOAD], model, own,
+        loss=lambda model, given: model[given.shape[1] > 48](given).square().mean(),
+    )  # fmt: skip
+    step(data())
+    with step._setup.in_capture[0]():
+        step(data())
+    update = step._setup.before_graph[0].__self__  # type: ignore[attr-defined]
+    link = update._link
+    buffers = [buffer.data_ptr() for buffer in link._buffers]
+    step(torch.randn(4, 480))
+    assert buffers and update._link is not link
+    assert [buffer.data_ptr() for buffer in link._buffers] == buffers
+
+
 @pytest.mark.parametrize(("plan", "captured"), [
     ([ss.Offload()], False), ([ss.Offload(), ss.FusedUpdate()], True),
     ([ss.Offload(), ss.OptimizerState(8), ss.GradientRelease()], True),

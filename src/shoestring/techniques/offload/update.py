@@ -66,6 +66,8 @@ class StreamedUpdate:
         self._first: Chunk | None = None
         self._counted = 0
         self._capturing = False
+        self._in_graphs: list[Link] = []
+        """Their buffers stay: graphs copy into them."""
         self._replayed = False
         """The last step was a graph's, whose copies no stream of ours knows of."""
 
@@ -89,6 +91,7 @@ class StreamedUpdate:
             yield
             if self._link is not None:
                 self._link.wait()
+                self._in_graphs.append(self._link)
         except BaseException:
             self._link = None  # its streams were left within the capture
             raise
@@ -185,7 +188,8 @@ class StreamedUpdate:
             state = _state_of(self._optimizer)
             self._counted, sizes = len(state), buffer_sizes([self._bytes_of(p) for p in state])
             if self._link is not None and self._link.sizes != sizes:
-                self._link.finish()
+                if self._link not in self._in_graphs:
+                    self._link.finish()
                 self._link = None
             self._link = self._link or Link(like, sizes)
         return self._link
