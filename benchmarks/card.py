@@ -147,10 +147,11 @@ class Case:
 
 
 def examine(
-    case: Case, budgets: list[str], allow: str, write: Any, *, at_once: bool, peers: bool
-) -> None:
-    """Every way of one model."""
-    name = case.subject.name
+    case: Case, budgets: list[str], allow: str, write: Any, *, at_once: bool, peers: bool,
+    smallest: bool = False,
+) -> None:  # fmt: skip
+    """Every way of one model; with `smallest`, also by what a refusal names."""
+    name, named = case.subject.name, set()
     plain = peer = None
     if peers:
         plain = case.plain()
@@ -172,12 +173,15 @@ def examine(
             budget = int(float(text) * plain["reserved_bytes"])
         for allowed in [allow] if at_once else dict.fromkeys(("lossless", allow)):
             row = case.planned(budget, allowed)
-            write({"name": name, "way": f"plan {text}",
-                   "plain_bytes": plain and plain["reserved_bytes"],
-                   "plain_ms": plain and plain["ms"], "gc_ms": peer and peer["ms"],
-                   **row})  # fmt: skip
+            known = {"name": name, "plain_bytes": plain and plain["reserved_bytes"],
+                     "plain_ms": plain and plain["ms"], "gc_ms": peer and peer["ms"]}  # fmt: skip
+            write({**known, "way": f"plan {text}", **row})
             if "refused" not in row:
                 break
+            least = row["smallest_bytes"]
+            if smallest and least and (allowed, least) not in named:
+                named.add((allowed, least))
+                write({**known, "way": "its smallest", **case.planned(least, allowed)})
 
 
 def line(row: Row) -> str:
@@ -216,6 +220,7 @@ def main() -> None:
     parser.add_argument("--allow", default="lossless")
     parser.add_argument("--at-once", action="store_true", help="do not try lossless plans first")
     parser.add_argument("--no-peers", action="store_true", help="plans alone, for budgets in GB")
+    parser.add_argument("--smallest", action="store_true", help="run what refusals name, too")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--out", type=Path)
@@ -237,7 +242,7 @@ def main() -> None:
         try:
             case = Case(SUBJECTS[name], given.device, given.tiny, given.steps)
             examine(case, given.budgets, given.allow, write, at_once=given.at_once,
-                    peers=not given.no_peers)  # fmt: skip
+                    peers=not given.no_peers, smallest=given.smallest)  # fmt: skip
         except Exception as error:
             traceback.print_exc()
             write({"name": name, "way": "-", "failed": f"{type(error).__name__}: {error}"[:300]})
@@ -250,7 +255,7 @@ def several(given: argparse.Namespace) -> None:
         command = [sys.executable, __file__, name, "--device", given.device, "--allow", given.allow,
                    "--steps", str(given.steps), "--budgets", *given.budgets]  # fmt: skip
         command += ["--tiny"] * given.tiny + ["--at-once"] * given.at_once
-        command += ["--no-peers"] * given.no_peers
+        command += ["--no-peers"] * given.no_peers + ["--smallest"] * given.smallest
         if given.out:
             command += ["--out", str(given.out)]
         env = {FILE: file, **os.environ, "OMP_NUM_THREADS": "1"}

@@ -1,11 +1,16 @@
 """The benchmarks of plans run in a small form, and see what they are there to see."""
 
+import shlex
+import sys
 from argparse import Namespace
+from pathlib import Path
 
 import pytest
 
+import on_gpu
 import plan_holds
 import plan_speed
+from card_models import SUBJECTS
 
 
 @pytest.mark.slow
@@ -34,3 +39,27 @@ def test_a_plan_is_timed_beside_the_others(capsys: pytest.CaptureFixture[str]) -
     assert every["peak_bytes"] < plain["peak_bytes"]
     assert ours["kind"] == "lossless" and all(row["step_seconds"] > 0 for row in run.rows)
     assert capsys.readouterr().out.count("ms") == 3
+
+
+def test_all_that_waits_for_a_gpu_is_there() -> None:
+    trained = set()
+    for job in on_gpu.JOBS:
+        for script, *arguments in map(shlex.split, job.commands):
+            assert script == "-m" or (on_gpu.HERE / script).is_file()
+            if script == "card.py":
+                trained.add(arguments[0])
+    assert trained == set(SUBJECTS)
+
+
+def test_jobs_run_at_once_and_end_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    jobs = (
+        on_gpu.Job("quick", ("-m this", "-m this")), on_gpu.Job("long", ("-m this",), False, 60),
+    )  # fmt: skip
+    monkeypatch.setattr(on_gpu, "JOBS", jobs)
+    monkeypatch.setattr(sys, "argv", ["on_gpu", "--out", str(tmp_path), "--seconds", "8"])
+    on_gpu.main()
+    printed = capsys.readouterr().out
+    assert "quick: ended with 0" in printed and "long: stopped" in printed
+    assert (tmp_path / "quick.log").read_text().count("Namespaces are one honking") == 2
