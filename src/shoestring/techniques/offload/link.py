@@ -128,7 +128,7 @@ class Link:
         return wait
 
     def wait(self) -> None:
-        """What is computed next finds nothing on its way."""
+        """Computations from here on wait for all copies."""
         if self._real:
             for stream in (self._in, self._out):
                 torch.cuda.current_stream().wait_stream(stream)
@@ -139,7 +139,7 @@ class Link:
         self._emptied = [None] * len(self.sizes)
 
     def follow(self) -> None:
-        """What is copied from here on waits for what is computed before."""
+        """Copies from here on wait for all computations before."""
         self.forget()
         if self._real:
             for stream in (self._in, self._out):
