@@ -42,6 +42,9 @@ from .settings import Setting
 
 _PLAIN = Plan()
 
+_GAPS = 0.004
+"""Of a limit in reserved bytes, gaps between tensors: of 46 predicted steps of nine models
+(`benchmarks/card_models`, at 80, 55 and 30%) 42 need at least so much beyond their estimate."""
 _BOTH_WAYS = 0.7
 """Of the link's rate each way, what is left while state goes both ways: so plans took that moved 16
 and 32 GB an update (`benchmarks/results/card_h200_strangers.jsonl`, run b)."""
@@ -288,6 +291,10 @@ class DeviceEstimates:
         floor = self.floor_bytes(setting)  # that of `at` may be left out, where it fits
         return floor if scheduler is None else max(floor, scheduler.least_bytes(at))
 
+    def likely_room(self, limit_bytes: int) -> int:
+        """Of a limit, what an estimate may need so that its prediction fits, too, most likely."""
+        return limit_bytes - int(_GAPS * limit_bytes) if self._of_card else limit_bytes
+
     def best(self, setting: Setting, room_bytes: int) -> Candidate | None:
         """The fastest that is estimated to fit."""
         at, passes = self._conditions(setting), self._passes(setting)
@@ -349,13 +356,6 @@ class DeviceEstimates:
     def idle(self, candidate: Candidate) -> bool:
         """Inputs of recomputed blocks would lie on the host, and none is recomputed."""
         return candidate.setting.scales.inputs_here is not None and not candidate.work.link
-
-    def bytes_by(self, setting: Setting, candidate: Candidate) -> int:
-        """Estimated for a candidate's schedule by another setting; 0 if that has other blocks."""
-        at, passes = self._conditions(setting), self._passes(setting)
-        if passes.scheduler is None:
-            return 0 if candidate.scheduled else passes.unscheduled(at)[0].peak_bytes
-        return passes.scheduler.peak_bytes(at, candidate.scheduled)
 
     # -- predictions ---------------------------------------------------------------------------
 

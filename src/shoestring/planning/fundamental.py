@@ -156,6 +156,10 @@ class FundamentalEstimates:
         """Of the ways there are."""
         return min(c.peak_bytes for c in self.front(setting))
 
+    def likely_room(self, limit_bytes: int) -> int:
+        """All of it: estimates are exact."""
+        return limit_bytes
+
     def best(self, setting: Setting, room_bytes: int) -> Candidate | None:
         """The fastest that fits."""
         found = [c for c in self.front(setting) if c.peak_bytes <= room_bytes]
@@ -164,10 +168,6 @@ class FundamentalEstimates:
     def idle(self, candidate: Candidate) -> bool:
         """Nothing is known of what a schedule leaves to others."""
         return False
-
-    def bytes_by(self, setting: Setting, candidate: Candidate) -> int:
-        """Nothing: to predict it takes no longer."""
-        return 0
 
     def predict(self, candidate: Candidate) -> Prediction:
         """Counted on what runs at once."""

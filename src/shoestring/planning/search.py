@@ -40,8 +40,8 @@ _TIGHTER = 25
 _ABOUT = 1.05
 """A step that is predicted to take so much more than estimated is as fast as it was thought."""
 
-_BETWEEN = (0.25, 0.5, 0.75)
-"""Where faster schedules are sought between one that does not fit and the one that was found."""
+_BETWEEN = 5
+"""Schedules that are predicted between one that does not fit and the one that was found."""
 _WORTH = 0.97
 """Of the time of a plan that fits: others are predicted only if they are estimated to need less."""
 
@@ -61,7 +61,6 @@ class _Patience:
 
 _PATIENCE = _Patience(0, 1.0), _Patience(12, 1.05)
 """If nothing is found, the search is repeated with more of it."""
-_UNLIKELY = _PATIENCE[-1].above
 _LIKELIEST = 8
 """Of those that were put aside, how many are predicted in the end."""
 
@@ -98,6 +97,10 @@ class Estimates(Protocol):
         """No plan with this setting needs less."""
         ...
 
+    def likely_room(self, limit_bytes: int) -> int:
+        """Of a limit, what an estimate may need so that its prediction fits, too, most likely."""
+        ...
+
     def best(self, setting: Setting, room_bytes: int) -> Candidate | None:
         """The fastest that is estimated to fit."""
         ...
@@ -120,10 +123,6 @@ class Estimates(Protocol):
 
     def idle(self, candidate: Candidate) -> bool:
         """Whether a technique of its setting finds nothing to do with its schedule."""
-        ...
-
-    def bytes_by(self, setting: Setting, candidate: Candidate) -> int:
-        """Estimated for a candidate's schedule by another setting; 0 if that has other blocks."""
         ...
 
     def predict(self, candidate: Candidate) -> Prediction | None:
@@ -173,7 +172,7 @@ def search(
     for _, alike in groups:
         found = _fastest(estimates, alike, limit_bytes)
         if found is not None:
-            return _simpler(estimates, found, alike, limit_bytes)
+            return found
     return None
 
 
@@ -188,32 +187,6 @@ def _estimated(estimates: Estimates, settings: Sequence[Setting], limit_bytes: i
             if found is not None and (best is None or found.seconds < best):
                 best = found.seconds
     return best
-
-
-def _simpler(
-    estimates: Estimates, found: Found, settings: Sequence[Setting], limit_bytes: int
-) -> Found:
-    """The same schedule with fewer techniques, if that fits, too, and takes hardly longer.
-
-    Each setting is searched for itself, so one with more techniques may come to a schedule first.
-    """
-    own = found.candidate.setting
-    fewer = [
-        s for s in settings
-        if s.scales == own.scales and {id(o) for o in s.offers} < {id(o) for o in own.offers}
-        and estimates.least_seconds(s) < found.seconds and estimates.least_bytes(s) <= limit_bytes
-    ]  # fmt: skip
-    unforeseen = found.predicted.needed_bytes - found.candidate.peak_bytes
-    for setting in sorted(fewer, key=lambda s: len(s.offers))[:1]:
-        if estimates.bytes_by(setting, found.candidate) + unforeseen > _UNLIKELY * limit_bytes:
-            continue
-        candidate = replace(found.candidate, setting=setting)
-        predicted = estimates.predict(candidate)
-        if predicted is not None and predicted.needed_bytes <= limit_bytes:
-            simpler = Found(candidate, predicted)
-            if _price(setting, simpler.seconds) <= _price(own, found.seconds):
-                return simpler
-    return found
 
 
 def _price(setting: Setting, seconds: float) -> float:
@@ -244,18 +217,29 @@ def _fastest_with(
 ) -> Found | None:
     """Scratch memory of kernels, and gaps between what is reserved, are in predictions alone.
 
-    So an estimate is taken to leave out as much as those of the same passes did, at least. Else
-    each of hundreds of settings with the same schedule is predicted, `TRIES` times.
+    So an estimate is taken to leave out as much as that of the same schedule did, or as those of
+    the same passes did at least. Else each of hundreds of settings is predicted, `TRIES` times.
     """
-    left_out: dict[Scales, int] = {}
+    left_out: dict[tuple[Scales, Technique | None], int] = {}
+    at_least: dict[Scales, int] = {}
     failed = 0
     unlikely: list[tuple[int, Candidate]] = []
+    first = patience is _PATIENCE[0]
+    room_bytes = estimates.likely_room(limit_bytes) if first else limit_bytes
     queue: list[tuple[float, int, Setting, Candidate | None, Candidate | None, int, int]] = []
     for number, setting in enumerate(settings):
         least = _price(setting, estimates.least_seconds(setting))
         heapq.heappush(queue, (least, number, setting, None, None, 0, TRIES))
     kept: Found | None = None
-    skipped: dict[int, tuple[Candidate, int]] = {}
+    skipped: dict[int, Candidate] = {}
+
+    def tighten(number: int, candidate: Candidate, missing: int, tries: int) -> None:
+        if kept is None:
+            skipped.setdefault(number, candidate)
+        price = _price(candidate.setting, candidate.seconds)
+        again = (price, number, candidate.setting, None, candidate, missing, tries - 1)
+        heapq.heappush(queue, again)
+
     while queue:
         least, number, setting, candidate, last, missing, tries = heapq.heappop(queue)
         known = below_seconds if kept is None else _price(kept.candidate.setting, kept.seconds)
@@ -263,7 +247,7 @@ def _fastest_with(
             break
         if candidate is None:
             if last is None and estimates.least_bytes(setting) <= limit_bytes:
-                candidate = estimates.best(setting, limit_bytes)
+                candidate = estimates.best(setting, room_bytes)
             elif last is not None and tries:
                 candidate = estimates.tighter(last, missing)
             if candidate is not None:
@@ -274,24 +258,24 @@ def _fastest_with(
             missing = limit_bytes // _TIGHTER
             heapq.heappush(queue, (least, number, setting, None, candidate, missing, tries - 1))
             continue
-        foreseen = candidate.peak_bytes + left_out.get(setting.scales, 0)
+        scales, schedule = setting.scales, (setting.scales, candidate.scheduled)
+        foreseen = candidate.peak_bytes + left_out.get(schedule, at_least.get(scales, 0))
         likely = foreseen <= patience.above * limit_bytes
-        if not likely and failed >= patience.failures and setting.scales in left_out:
+        if not likely and failed >= patience.failures and scales in at_least:
             unlikely.append((foreseen, candidate))
-            missing = foreseen - limit_bytes
-            heapq.heappush(queue, (least, number, setting, None, candidate, missing, tries - 1))
+            tighten(number, candidate, foreseen - limit_bytes, tries)
             continue
         predicted = estimates.predict(candidate)
         if predicted is None:
             continue
         more = max(predicted.needed_bytes - candidate.peak_bytes, 0)
-        left_out[setting.scales] = min(left_out.get(setting.scales, more), more)
+        left_out[schedule] = min(left_out.get(schedule, more), more)
+        at_least[scales] = min(at_least.get(scales, more), more)
         over = predicted.needed_bytes - limit_bytes
         if over <= 0:
             found_now = Found(candidate, predicted)
             if number in skipped:
-                first, less = skipped.pop(number)
-                found_now = _between(estimates, first, less, found_now, limit_bytes)
+                found_now = _between(estimates, skipped.pop(number), found_now, limit_bytes)
                 candidate = found_now.candidate
             if found_now.seconds <= _ABOUT * candidate.seconds:
                 return found_now if found_now.seconds < below_seconds else None
@@ -301,11 +285,7 @@ def _fastest_with(
             over = predicted.graph_bytes - limit_bytes
             tries = min(tries, _TRIES_FOR_GRAPH)
         failed += 1
-        missing = max(over, limit_bytes // 1000)
-        if kept is None:
-            first, less = skipped.get(number, (candidate, 0))
-            skipped[number] = first, less + missing
-        heapq.heappush(queue, (least, number, setting, None, candidate, missing, tries - 1))
+        tighten(number, candidate, max(over, limit_bytes // 1000), tries)
     if kept is None and patience is _PATIENCE[-1]:
         return _likeliest(estimates, unlikely, limit_bytes, below_seconds)
     return kept
@@ -327,21 +307,24 @@ def _likeliest(
     return None
 
 
-def _between(
-    estimates: Estimates, first: Candidate, less_bytes: int, found: Found, limit_bytes: int
-) -> Found:
-    """A faster one that fits, between the first that did not and the one that was found.
+def _between(estimates: Estimates, first: Candidate, found: Found, limit_bytes: int) -> Found:
+    """A faster one that fits, between the first that was not taken and the one that was found.
 
     Reserved bytes do not follow the peak: a schedule that needs more may leave smaller gaps.
     """
-    for share in _BETWEEN:
-        candidate = estimates.tighter(first, int(share * less_bytes))
-        if candidate is None or candidate.seconds > _WORTH * found.seconds:
-            break  # the next are slower still
+    if first.seconds > _WORTH * found.seconds:
+        return found
+    front = [
+        candidate
+        for candidate in reversed(estimates.front(first.setting))
+        if first.seconds <= candidate.seconds <= _WORTH * found.seconds
+    ]
+    for candidate in front[:: math.ceil(len(front) / _BETWEEN) or 1]:
         predicted = estimates.predict(candidate)
         if predicted is not None and predicted.needed_bytes <= limit_bytes:
             made = Found(candidate, predicted)
-            return made if made.seconds < found.seconds else found
+            if made.seconds < found.seconds:
+                return made
     return found
 
 
