@@ -129,6 +129,25 @@ def test_a_trial_that_fails_does_not_fail_the_plan(monkeypatch: pytest.MonkeyPat
     assert plan(trial=True).trial is None
 
 
+def test_a_plan_whose_step_refuses_to_run_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, plan = planned()
+    first = plan()
+    names = {technique.name for technique in first.techniques}
+
+    def run(_: trials.Trials, plan: ss.BudgetPlan) -> Trial:
+        if {technique.name for technique in plan.techniques} == names:
+            raise ss.InputError("a block has other values when recomputed")
+        assert plan.predicted.seconds is not None
+        return Trial(plan.predicted.needed_bytes, plan.predicted.seconds, False)
+
+    monkeypatch.setattr(trials.Trials, "run", run)
+    found = plan(trial=True)
+    assert found.trial is not None and {t.name for t in found.techniques} != names
+    monkeypatch.setattr(trials.Trials, "run", lambda *_: run(_[0], first))
+    with pytest.warns(RuntimeWarning, match="not tried.*other values"):
+        assert plan(trial=True).plan == first.plan
+
+
 def test_a_loss_that_writes_elsewhere_is_not_tried() -> None:
     average = torch.zeros(64)
 

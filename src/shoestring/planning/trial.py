@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..errors import BudgetError, first_line
+from ..errors import BudgetError, ShoestringError, first_line
 from ..memory.prediction import Prediction
 from ..step.holding import out_of_memory
 from ..step.step import Step, apply_alone
@@ -42,6 +42,7 @@ from ..trace.tracing import Loss
 from ..trace.untouched import (
     Bystanders,
     NotWritten,
+    WritesElsewhere,
     as_it_was,
     hooks_of,
     storages_now,
@@ -249,9 +250,14 @@ def plan_on_device(
     budget_bytes: int,
     among: Callable[[Setting], bool] = lambda setting: True,
 ) -> BudgetPlan:
-    """The fastest of the plans that were tried and held; BudgetError if none does."""
+    """The fastest of the plans that were tried and held; BudgetError if none does.
+
+    A plan whose step refuses to run, which its trace did not foresee, gives way to others. If
+    trials fail otherwise, or if nothing else fits, it is returned as it was predicted.
+    """
     tried: list[Plan] = []
     best: tuple[BudgetPlan, Trial] | None = None
+    failed: tuple[BudgetPlan, str] | None = None
     with ExitStack() as stack:
         try:
             stack.enter_context(trials)
@@ -261,7 +267,7 @@ def plan_on_device(
             try:
                 found = planner.plan(budget_bytes, among=among)
             except BudgetError:
-                if best is None:
+                if best is None and failed is None:
                     raise
                 break
             if any(t.replaces_parameters for t in found.techniques):
@@ -276,11 +282,13 @@ def plan_on_device(
             try:
                 trial = trials.run(found)
             except Exception as error:  # a plan must not fail because its trial does
-                if best is not None:
+                failed = failed or (found, first_line(error))
+                refused = isinstance(error, ShoestringError)
+                if best is not None or not refused or isinstance(error, WritesElsewhere):
                     break
-                why = first_line(error)
-                warnings.warn(f"not tried, {found.short()}: {why}", RuntimeWarning, stacklevel=3)
-                return found
+                tried.append(found.plan)
+                planner.correct(found, budget_bytes, 1.0)
+                continue
             tried.append(found.plan)
             more, factor = _off(found, trial, budget_bytes)
             planner.correct(found, more, factor)
@@ -291,6 +299,10 @@ def plan_on_device(
                     break
             if best is not None and len(tried) >= MOST:
                 break
+    if best is None and failed is not None:
+        plan, why = failed
+        warnings.warn(f"not tried, {plan.short()}: {why}", RuntimeWarning, stacklevel=3)
+        return plan
     if best is None:
         raise BudgetError(
             f"none of {plural(len(tried), 'plan')} that were predicted to fit "

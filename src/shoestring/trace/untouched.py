@@ -248,8 +248,12 @@ def _key(tensor: torch.Tensor) -> int | None:
         return None
 
 
+class WritesElsewhere(InputError):
+    """A step that would change what cannot be put back; it says nothing of the plan."""
+
+
 class NotWritten(OperationMode):
-    """Within: an operation that would write to one of these storages raises InputError instead."""
+    """Within: an operation that would write to one of these storages raises an error instead."""
 
     around_blocks = True
 
@@ -262,7 +266,7 @@ class NotWritten(OperationMode):
     ) -> Any:
         kwargs = kwargs or {}
         if any(_key(tensor) in self._storages for tensor in _written(func, args, kwargs)):
-            raise InputError(
+            raise WritesElsewhere(
                 "the loss writes to tensors that are not the model's",
                 hint="apply the plan: it was predicted, not tried",
             )
