@@ -6,7 +6,7 @@ import copy
 import inspect
 import random
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -187,16 +187,28 @@ def copied_optimizer(
 
 def _copied_groups(groups: Any, mapping: dict[int, torch.Tensor], memo: dict[int, Any]) -> Any:
     if id(groups) not in memo:
-        try:
-            memo[id(groups)] = [
-                {**group, "params": [mapping[id(p)] for p in group["params"]]} for group in groups
-            ]
-        except KeyError:
-            raise InputError(
-                "the optimizer holds parameters that are not the model's",
-                hint="build the optimizer from model.parameters()",
-            ) from None
+        check_holds_only(groups, mapping)
+        memo[id(groups)] = [
+            {**group, "params": [mapping[id(p)] for p in group["params"]]} for group in groups
+        ]
     return memo[id(groups)]
+
+
+def check_holds_only(groups: Any, own: Container[int]) -> None:
+    """Refuse an optimizer over others than the model's parameters, whose ids are given.
+
+    Those of a loss (class centers, weights of tasks) train with the model if they are in it.
+    """
+    strange = [p for group in groups for p in group["params"] if id(p) not in own]
+    if strange:
+        shape = "×".join(map(str, strange[0].shape)) or "one number"
+        raise InputError(
+            f"the optimizer holds parameters that are not the model's: {len(strange)}, "
+            f"the first of shape {shape}",
+            hint="build the optimizer from model.parameters(). If the loss has parameters: "
+            "both = nn.ModuleList([model, head]), with the optimizer and a loss "
+            "(both, batch) over both",
+        )
 
 
 def unwrapped(optimizer: Any) -> Any:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointError
 
 from ...errors import InputError
+from ...trace.fakes import check_holds_only
 
 _NAMES = {torch.float16: "FP16", torch.bfloat16: "BF16"}
 
@@ -46,13 +47,8 @@ def check_model(model: nn.Module, dtype: torch.dtype) -> None:
 
 def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Its parameters are the model's, have no gradient yet, and it steps without a closure."""
-    own = {id(parameter) for parameter in model.parameters()}
+    check_holds_only(optimizer.param_groups, {id(p) for p in model.parameters()})
     held = [p for group in optimizer.param_groups for p in group["params"]]
-    if any(id(parameter) not in own for parameter in held):
-        raise InputError(
-            "the optimizer holds parameters that are not the model's",
-            hint="build the optimizer from model.parameters()",
-        )
     if any(parameter.grad is not None for parameter in held):
         raise InputError(
             "the parameters have gradients from before, which no loss scale has multiplied",
