@@ -16,7 +16,7 @@ from torch import nn
 
 from ..errors import InputError, TraceError, needs_extra
 from ..torch_private.fake_tensors import FakeTensor, FakeTensorMode, as_parameter, make_fake
-from .batches import check_layouts, map_tensors, tensors_of
+from .batches import check_layouts, map_tensors, sizes_of_packed, tensors_of
 from .values import stand_for
 
 OptimizerLike = torch.optim.Optimizer | str | None
@@ -97,7 +97,10 @@ def fake_batch(batch: Any, mode: FakeTensorMode) -> Any:
     fakes = _fakes(tensors, mode)
     for tensor in tensors:
         stand_for(fakes[id(tensor)], tensor)
-    return map_tensors(lambda t: fakes[id(t)].requires_grad_(t.requires_grad), batch)
+    real = {id(tensor) for tensor in sizes_of_packed(batch)}
+    return map_tensors(
+        lambda t: t if id(t) in real else fakes[id(t)].requires_grad_(t.requires_grad), batch
+    )
 
 
 def fake_model(model: nn.Module, mode: FakeTensorMode) -> tuple[nn.Module, dict[int, torch.Tensor]]:
@@ -270,6 +273,22 @@ def _early_state(optimizer: torch.optim.Optimizer) -> None:
                 if isinstance(p, FakeTensor):  # its count would be real, and could not be read
                     count = p.new_zeros((), dtype=torch.float32)
                     optimizer.state[p] = {"step": count, "sum": torch.empty_like(p)}
+
+
+LATE = 600
+"""A number of steps after which an update takes what it takes from then on: RAdam's takes less for
+five. It divides by most numbers that some work is done every so many steps for."""
+
+
+def late_in_training(optimizer: torch.optim.Optimizer) -> None:
+    """Let the next step that it counts be one late in training."""
+    for held in (*optimizer.state.values(), *optimizer.param_groups):
+        count = held.get("step")
+        count = count.constant if isinstance(count, FakeTensor) else count
+        if isinstance(count, torch.Tensor):
+            count.clamp_(min=LATE - 1)
+        elif isinstance(count, (int, float)) and 0 < count < LATE:
+            held["step"] = type(count)(LATE - 1)
 
 
 def check_optimizer(optimizer: Any) -> None:
