@@ -157,12 +157,16 @@ def make_optimizer(
 
 
 def copied_optimizer(
-    optimizer: torch.optim.Optimizer, mapping: dict[int, torch.Tensor], memo: dict[int, Any]
+    optimizer: torch.optim.Optimizer,
+    mapping: dict[int, torch.Tensor],
+    memo: dict[int, Any],
+    own: Callable[[torch.Tensor], torch.Tensor] = lambda held: held,
 ) -> torch.optim.Optimizer:
     """A copy over other parameters; optimizers it holds, and groups it shares with them, as well.
 
-    Attributes are set on the copy itself, never through properties: those of a wrapper write to
-    what it wraps, which is the user's.
+    `own` makes the copy's tensors from others that it holds in attributes, such as averages of
+    weights. Attributes are set on the copy itself, never through properties: those of a wrapper
+    write to what it wraps, which is the user's.
     """
     if id(optimizer) in memo:
         found: torch.optim.Optimizer = memo[id(optimizer)]
@@ -178,14 +182,35 @@ def copied_optimizer(
         state = optimizer.state
         held["state"] = memo.setdefault(id(state), defaultdict(dict))
     for name, value in held.items():
-        if isinstance(value, torch.optim.Optimizer):
-            held[name] = copied_optimizer(value, mapping, memo)
-        elif name.startswith("_optimizer_") and name.endswith("_hooks"):
+        if name.startswith("_optimizer_") and name.endswith("_hooks"):
             held[name] = OrderedDict()  # what techniques add to the copy is not the user's
+        elif name not in ("param_groups", "state"):
+            held[name] = _copied_attribute(value, mapping, memo, own)
     vars(copied).update(held)
     if "state" in held:
         _early_state(copied)
     return copied
+
+
+def _copied_attribute(value: Any, mapping: dict[int, torch.Tensor], memo: Any, own: Any) -> Any:
+    if id(value) in memo:
+        return memo[id(value)]
+    if isinstance(value, torch.optim.Optimizer):
+        return copied_optimizer(value, mapping, memo, own)
+    if isinstance(value, torch.Tensor):
+        return mapping[id(value)] if id(value) in mapping else own(value)
+
+    def inside(held: Any) -> Any:
+        return _copied_attribute(held, mapping, memo, own)
+
+    if isinstance(value, dict):
+        memo[id(value)] = made = copy.copy(value)
+        made.clear()
+        made.update((inside(key), inside(held)) for key, held in value.items())
+        return made
+    if type(value) in (list, tuple):
+        return type(value)(map(inside, value))
+    return value
 
 
 def _copied_groups(groups: Any, mapping: dict[int, torch.Tensor], memo: dict[int, Any]) -> Any:

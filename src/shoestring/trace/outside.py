@@ -77,7 +77,7 @@ class Outside(OperationMode):
 
     def _step_begins(self, optimizer: Any, *_: Any) -> None:
         self._stepping += 1
-        if all(isinstance(p, FakeTensor) for p in optimizer.state):
+        if optimizer.state and all(isinstance(p, FakeTensor) for p in optimizer.state):
             with without_modes():
                 late_in_training(optimizer)
 
