@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -42,6 +43,10 @@ from .values import TOLERANCES, Failed, Values, Watched
 
 CUTS = (1, 2)
 """Where a few examples are cut in two; a cut that does not run (of one example) is left out."""
+TIMES = 2.0, 8.0, 32.0, 128.0
+"""What weights are multiplied by, so that examples are told apart as after training."""
+COARSE = 1e-3
+"""Relative error that such weights may make of FP32's rounding."""
 GRADIENT_ELEMENTS = 2**20
 """Of parameters whose gradients are compared."""
 
@@ -107,8 +112,28 @@ class ExampleRuns:
             if read and self._two_means(read[0]):
                 why = self._reason(self._seen, read)
             return SplitFound(EXAMPLES, False, why)
+        if self._seen.compares and not self._splits_elsewhere(units):
+            why = "with larger weights its parts do not add up: a threshold decides what counts"
+            return SplitFound(EXAMPLES, False, why)
         mean = "the loss is a sum" if units == SUM else f"the loss is a mean over {named(units)}"
         return SplitFound(units, True, f"{mean}: tested on {self._examples} examples")
+
+    def _splits_elsewhere(self, units: LossUnits) -> bool:
+        """Whether it splits after training, too, as far as a step of other weights can tell.
+
+        A mean over the losses above a threshold is one over all examples as long as all are.
+        """
+        for self._runs.times in TIMES:
+            try:
+                values = self._values(self._batch)
+            except Failed:  # nothing to compare
+                continue
+            tolerance = values.tolerance if self._runs.wide else max(values.tolerance, COARSE)
+            values = replace(values, tolerance=tolerance)
+            if math.isfinite(values.whole) and not values.split_by(units):
+                return False
+        self._runs.times = 1.0
+        return True
 
     def _confirmed(
         self, candidates: list[str], values: Values, seen: Sequence[str] = ()

@@ -19,6 +19,7 @@ TOLERANCES = {
     torch.bfloat16: 4e-2,
 }
 """Of the loss, relative, by the least precise type it is computed in."""
+_COMPARISONS = ("gt", "ge", "lt", "le")
 
 
 class Watched(Drawn):
@@ -31,12 +32,16 @@ class Watched(Drawn):
         self.weighted = False
         self.reads = False
         """Python saw a number or a truth value, which may decide what runs."""
+        self.compares = False
+        """Numbers were compared, which may decide what counts."""
 
     def other(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Look at the arguments of likelihoods."""
         made = func(*args, **kwargs)
         if func is torch.ops.aten._local_scalar_dense.default:
             self.reads = self.reads or args[0].is_floating_point() or args[0].dtype is torch.bool
+        if func._opname in _COMPARISONS and args[0].is_floating_point() and args[0].numel() > 1:
+            self.compares = True
         if isinstance(made, torch.Tensor) and not func.is_view and made.is_floating_point():
             self.kinds.add(made.dtype)
         if func._schema.name in ("aten::nll_loss_forward", "aten::nll_loss2d_forward"):
