@@ -182,7 +182,9 @@ def copied_optimizer(
         state = optimizer.state
         held["state"] = memo.setdefault(id(state), defaultdict(dict))
     for name, value in held.items():
-        if name.startswith("_optimizer_") and name.endswith("_hooks"):
+        if name in STEP_HOOKS:  # there, and not called
+            held[name] = OrderedDict.fromkeys((k for k, h in value.items() if _is_users(h)), _seen)
+        elif name.startswith("_optimizer_") and name.endswith("_hooks"):
             held[name] = OrderedDict()  # what techniques add to the copy is not the user's
         elif name not in ("param_groups", "state"):
             held[name] = _copied_attribute(value, mapping, memo, own)
@@ -190,6 +192,24 @@ def copied_optimizer(
     if "state" in held:
         _early_state(copied)
     return copied
+
+
+STEP_HOOKS = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
+EACH = "each_parameter"
+"""An attribute of hooks of an optimizer's step that may be called for one parameter at a time."""
+
+
+def hooks_its_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a hook of the user's looks at all gradients, or weights, around a step."""
+    return any(_is_users(h) for name in STEP_HOOKS for h in getattr(optimizer, name, {}).values())
+
+
+def _is_users(hook: Any) -> bool:
+    return not getattr(hook, EACH, False)
+
+
+def _seen(*_: Any) -> None:
+    """In the place of a hook of the user's, on a copy of the optimizer."""
 
 
 def _copied_attribute(value: Any, mapping: dict[int, torch.Tensor], memo: Any, own: Any) -> Any:

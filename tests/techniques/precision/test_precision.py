@@ -316,6 +316,33 @@ def test_an_update_that_needs_more_than_one_parameter_is_refused(kind: Any) -> N
     assert optimizer.param_groups[0]["lr"] == 0.1 and not optimizer.state
 
 
+def clips(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def clip(*_: Any) -> None:
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+    optimizer.register_step_pre_hook(clip)
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        clips,
+        lambda model, _: model[0].weight.register_hook(lambda g: g.clamp(-1, 1)),
+        lambda model, _: model[1].register_full_backward_hook(lambda m, given, made: None),
+    ],
+)
+def test_no_hook_sees_scaled_gradients(hook: Any) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hook(model, optimizer)
+
+    def loss(m: nn.Module, b: Any) -> torch.Tensor:
+        return m(b).square().mean()
+
+    with pytest.raises(InputError, match="would see gradients times FP16's loss scale"):
+        make_step(model, optimizer, loss, Precision("fp16"))(torch.randn(4, 8))
+
+
 def test_what_cannot_be_done_is_said_first():
     model = nn.Linear(2, 2)
 

@@ -14,7 +14,12 @@ from torch.utils.checkpoint import CheckpointError
 
 from ...errors import InputError
 from ...torch_private.dispatch import without_modes
-from ...trace.fakes import check_holds_only, copied_optimizer, same_random_streams
+from ...trace.fakes import (
+    check_holds_only,
+    copied_optimizer,
+    same_random_streams,
+)
+from ...trace.hooked import gradient_hooks
 from .reference_copy import reference_copy
 
 _NAMES = {torch.float16: "FP16", torch.bfloat16: "BF16"}
@@ -58,6 +63,32 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             hint="call optimizer.zero_grad() first",
         )
     check_alone(optimizer)
+
+
+def sees_scaled(model: nn.Module) -> str | None:
+    """Which hook of the user's would see gradients multiplied by a loss scale."""
+    for name, parameter in model.named_parameters():
+        if any(gradient_hooks(parameter)):
+            return f"a hook on the gradient of {name}"
+    for path, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            return f"a backward hook of {path or type(module).__name__}"
+    return None
+
+
+def check_hooks(model: nn.Module) -> None:
+    """Where there is a loss scale, nobody may look at gradients before it is taken off."""
+    found = sees_scaled(model)
+    if found is not None:
+        raise misled(found)
+
+
+def misled(hook: str) -> InputError:
+    """The refusal of a hook that changes, or may change, gradients by what they are."""
+    return InputError(
+        f"{hook} would see gradients times FP16's loss scale",
+        hint="bf16 has no loss scale; or clip by clip= and remove the hook",
+    )
 
 
 def check_alone(optimizer: torch.optim.Optimizer) -> None:
