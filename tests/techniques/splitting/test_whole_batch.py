@@ -208,6 +208,36 @@ def test_a_threshold_that_is_met_after_training(
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
+def free(model: nn.Module, b: Any) -> torch.Tensor:
+    """Free bits (Kingma et al., 2016): means under a bound have no gradient."""
+    return classify(model, b) + model(b[0]).square().mean(0).clamp(min=9.0).sum()
+
+
+def flooded(model: nn.Module, b: Any) -> torch.Tensor:
+    """Goes up again below a level (Ishida et al., 2020)."""
+    return (classify(model, b) - 0.1).abs() + 0.1
+
+
+def worst(model: nn.Module, b: Any) -> torch.Tensor:
+    return torch.stack([classify(model, b), model(b[0]).square().mean()]).max()
+
+
+def counted(model: nn.Module, b: Any) -> torch.Tensor:
+    """Clamps a count and weights, and errors one by one."""
+    errors = (model(b[0]).mean(1) - 1).abs() + torch.relu(model(b[0])[:, 0])
+    weights = sum(p.abs().sum() for p in model.parameters())
+    return (errors * b[1]).sum() / b[1].float().sum().clamp(min=1) + 1e-3 * weights.clamp(max=1.0)
+
+
+@pytest.mark.parametrize(
+    ("loss", "splits"), [(free, False), (flooded, False), (worst, False), (counted, True)]
+)
+def test_a_mean_that_will_lie_on_the_other_side(loss: Any, splits: bool) -> None:
+    found = find_units(net(), batch(), loss)
+    assert found.splits is splits, found
+    assert splits or "a mean over the batch is clamped" in found.why
+
+
 def test_microbatches_by_hand_are_refused_before_anything_moves() -> None:
     model = net()
     before = [p.detach().clone() for p in model.parameters()]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -49,6 +49,8 @@ class CopyRuns:
         """The loss ran a backward pass of the model."""
         self.left: Left = {}
         """By the last run."""
+        self.within: Callable[[], AbstractContextManager[Any]] = nullcontext
+        """Entered by each run."""
         self.times = 1.0
         """What weights are multiplied by."""
         trained = [p for p in model.parameters() if p.requires_grad and p.numel()]
@@ -97,7 +99,7 @@ class CopyRuns:
     def _context(self) -> Iterator[None]:
         wide: Any = staying_wide() if self.wide else nullcontext()
         guarded: Any = InBounds() if next(self._model.parameters()).is_cuda else nullcontext()
-        with open_kernels() if self.open else nullcontext(), wide, guarded:
+        with open_kernels() if self.open else nullcontext(), wide, guarded, self.within():
             yield
 
     @contextmanager
