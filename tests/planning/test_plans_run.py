@@ -1,7 +1,8 @@
-"""A plan in 16 bits is offered only where the step runs in them."""
+"""Plans run: in 16 bits where the step runs in them, and without misleading hooks."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -54,6 +55,43 @@ def test_what_has_no_kernel_is_not_planned(
     ss.apply(plan, model, optimizer, loss=loss)(x)
 
 
+def plain(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().mean()
+
+
+def clip(parameters: list[torch.Tensor], *_: Any) -> None:
+    nn.utils.clip_grad_norm_(parameters, 1e-3)
+
+
+def clamped(p: torch.Tensor) -> None:
+    assert p.grad is not None
+    p.grad.clamp_(-1e-5, 1e-5)
+
+
+@pytest.mark.parametrize("on", ["step", "sum"])
+def test_hooks_on_gradients_find_what_plain_training_has(on: str) -> None:
+    """All of them before a step, or each when it is complete."""
+    ends = []
+    for planned in (False, True):
+        model, x = net(), torch.randn(48, 64, generator=torch.Generator().manual_seed(0))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+        if on == "step":
+            optimizer.register_step_pre_hook(partial(clip, list(model.parameters())))
+        else:
+            for p in model.parameters():
+                p.register_post_accumulate_grad_hook(clamped)
+        if planned:
+            given: dict[str, Any] = {"loss": plain, "optimizer": optimizer}
+            budget = int(0.8 * ss.measure(model, x, **given).peak_bytes)
+            plan = ss.plan(model, x, budget=budget, allow="lossless", **given)
+            ss.apply(plan, model, **given)(x)
+        else:
+            plain(model, x).backward()
+            optimizer.step()
+        ends.append([p.detach().clone() for p in model.parameters()])
+    torch.testing.assert_close(ends[1], ends[0])
+
+
 class WithToken(nn.Module):
     """A token of zeros before the others: 1 / deviation is a million there, beyond FP16."""
 
@@ -82,6 +120,15 @@ def test_no_fp16_where_gradients_are_infinite_at_any_scale() -> None:
     assert not runs_in(context(WithToken(), by_square), torch.float16)
     assert runs_in(context(WithToken(), by_square), torch.bfloat16)
     assert runs_in(context(net(), by_square), torch.float16)
+
+
+def test_no_fp16_where_a_hook_would_see_scaled_gradients() -> None:
+    hooked, given = net(), context(net(), by_square)
+    hooked[0][0].weight.register_hook(lambda g: g.clamp(-1, 1))
+    assert not runs_in(context(hooked, by_square), torch.float16)
+    assert runs_in(context(hooked, by_square), torch.bfloat16)
+    given.optimizer.register_step_pre_hook(lambda *_: None)
+    assert not runs_in(given, torch.float16)
 
 
 def test_no_fp16_where_only_the_whole_loss_overflows() -> None:

@@ -195,7 +195,6 @@ class Plain(nn.Module):
         (nn.BatchNorm1d(3), Precision("fp16")),
         (nn.BatchNorm1d(3), Precision("bf16")),
         (Plain(), Microbatching(2, simulated=True)),
-        (Plain(), Checkpointing("no-bn")),
     ],
     ids=str,
 )

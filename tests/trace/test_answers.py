@@ -30,6 +30,15 @@ class Packed(nn.Module):
         return self.out(last[-1]) + self.out(padded.mean(1))
 
 
+class OfPacked(Packed):
+    """The batch comes packed."""
+
+    def forward(self, x: Any) -> torch.Tensor:
+        embedded = nn.utils.rnn.PackedSequence(self.embed(x.data), *x[1:])
+        out, _ = nn.utils.rnn.pad_packed_sequence(self.lstm(embedded)[0])
+        return self.out(out.mean(0))
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -134,6 +143,11 @@ CASES: dict[str, tuple[Any, Any, Any]] = {
         Packed,
         (torch.randint(50, (8, 12)), torch.tensor([12, 9, 12, 3, 5, 7, 1, 12])),
         square,
+    ),
+    "packed batch": (
+        OfPacked,
+        {"x": nn.utils.rnn.pack_sequence([torch.randint(50, (n,)) for n in (12, 9, 3, 1)])},
+        lambda m, b: m(b["x"]).square().mean(),
     ),
     "early exit": (EarlyExit, ROWS, square),
     "experts": (Experts, ROWS, square),

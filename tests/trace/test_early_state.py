@@ -1,4 +1,4 @@
-"""Adagrad's state is there before any step, of parameters without a gradient, too."""
+"""The update as it is late in training; Adagrad's state, which is there before any step."""
 
 from typing import Any
 
@@ -35,3 +35,32 @@ def test_state_of_unused_parameters_counts(named: bool) -> None:
     assert predicted.peak_bytes == measured.peak_bytes
     planned = predict_step((), model, batch, loss=_loss, optimizer=made)
     assert planned.peak_bytes == measured.peak_bytes
+
+
+class Rectified(torch.optim.Optimizer):
+    """Uses a copy of the gradient on every tenth step, which it counts by itself."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            state = self.state[p]
+            state["step"] = state.get("step", 0) + 1
+            p.sub_(p.grad * 0.1 + p.grad * 0.1 if state["step"] % 10 == 0 else p.grad)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.RAdam, Rectified])
+def test_a_later_update_that_takes_more_is_predicted(kind: Any) -> None:
+    """RAdam rectifies from its sixth step on."""
+    model, batch = nn.Linear(64, 64), torch.randn(2, 64)
+    optimizer = kind(model.parameters())
+    predicted = ss.profile(model, batch, loss=_loss, optimizer=optimizer, accounting="device")
+    assert ss.measure(model, batch, loss=_loss, optimizer=optimizer) == ss.measure(
+        model, batch, loss=_loss, optimizer=optimizer, warmup_steps=9
+    )
+    assert ss.verify([], model, [batch], loss=_loss, optimizer=optimizer).ok
+    step = ss.apply([], model, optimizer, loss=_loss)
+    peaks = [step.measure(batch).peak_bytes for _ in range(10)]
+    assert predicted.peak_bytes == peaks[-1] > peaks[1]

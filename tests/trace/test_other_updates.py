@@ -1,4 +1,4 @@
-"""Optimizers of other kinds: run from hooks, compiled, with state in tensors of their own class."""
+"""Optimizers of other kinds: run from hooks, around others, with state in their own classes."""
 
 from __future__ import annotations
 
@@ -161,3 +161,35 @@ def test_bitsandbytes() -> None:
     found = ss.profile(model, batch, loss=loss, optimizer=own, accounting="device")
     measured = ss.measure(model, batch, loss=loss, optimizer=own)
     assert found.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.01)
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Moves halfway to an average of the weights every other step (Zhang et al., 2019)."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        params = [p for group in inner.param_groups for p in group["params"]]
+        super().__init__(params, {})
+        self.inner, self.steps = inner, 0
+        self.slow = [p.detach().clone() for p in params]
+        self.seen: dict[torch.Tensor, int] = {}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+        self.steps += 1
+        for slow, p in zip(self.slow, self.param_groups[0]["params"], strict=True):
+            self.seen[p] = self.steps
+            if self.steps % 2 == 0:
+                p.copy_(slow.lerp_(p, 0.5))
+
+
+def test_what_an_optimizer_keeps_beside_its_state_is_its_own() -> None:
+    model, batch = network(), torch.randn(8, 128)
+    optimizer = Lookahead(torch.optim.SGD(model.parameters(), lr=10.0))
+    given: dict[str, Any] = {"loss": loss, "optimizer": optimizer}
+    before = [slow.tolist() for slow in optimizer.slow]
+    ss.profile(model, batch, accounting="device", **given)
+    found = ss.verify([ss.Microbatching(4)], model, [batch], **given)
+    assert all(row.ok for row in found.comparisons)
+    assert [slow.tolist() for slow in optimizer.slow] == before
+    assert optimizer.steps == len(optimizer.seen) == 0

@@ -61,6 +61,23 @@ def test_optimizer_of_another_model() -> None:
         trace_model(nn.Linear(4, 2), torch.randn(3, 4), loss=mean_square, optimizer=optimizer)
 
 
+def test_parameters_of_the_loss_train_in_one_module_with_the_model() -> None:
+    model, head = nn.Linear(4, 2), nn.Bilinear(2, 2, 1)
+    batch = torch.randn(3, 4)
+    optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.1)
+    with pytest.raises(InputError, match="2, the first of shape 1×2×2") as caught:
+        trace_model(model, batch, loss=lambda m, b: head(m(b), m(b)).mean(), optimizer=optimizer)
+    assert "both = nn.ModuleList([model, head])" in caught.value.hint
+    both = nn.ModuleList([model, head])
+    trace = trace_model(
+        both,
+        batch,
+        loss=lambda m, b: m[1](m[0](b), m[0](b)).mean(),
+        optimizer=torch.optim.SGD(both.parameters(), lr=0.1),
+    )
+    assert len(trace.parameters) == 4  # a weight and a bias each
+
+
 def test_unknown_names() -> None:
     with pytest.raises(InputError, match="unknown optimizer 'sgdd'"):
         trace_model(nn.Linear(4, 2), torch.randn(3, 4), loss=mean_square, optimizer="sgdd")

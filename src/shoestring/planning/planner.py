@@ -30,13 +30,14 @@ from ..techniques.offers import Context, Offer
 from ..techniques.plan import Plan
 from ..techniques.splitting import SplitFound
 from ..techniques.splitting.find import find_units
-from ..techniques.splitting.units import AUTO
+from ..techniques.splitting.units import AUTO, EXAMPLES
 from ..trace.batches import tensors_of
 from ..trace.blocks import is_normalization
 from ..trace.failures import check_trainable
 from ..trace.fakes import OptimizerLike, adds_to_the_step, make_optimizer
 from ..trace.garbage import only_new_garbage
 from ..trace.graph import Trace
+from ..trace.hooked import gradient_hooks
 from ..trace.positions import index_like
 from ..trace.split import examples_of
 from ..trace.tracing import Loss, trace_model
@@ -182,6 +183,13 @@ def plan(
         )  # fmt: skip
 
 
+def _split(model: nn.Module, batch: Any, loss: Loss, units: LossUnits) -> SplitFound:
+    """How the loss splits, for a plan: what a hook may do with a part's sum is not assumed."""
+    if any(gradient_hooks(p)[1] for p in model.parameters()):
+        return SplitFound(EXAMPLES, False, "a hook on summed gradients would run for each part")
+    return find_units(model, batch, loss, told=units)
+
+
 class Planner:
     """Plans for one model and batch, for one budget after another."""
 
@@ -241,7 +249,7 @@ class Planner:
             batch_norm=any(is_normalization(m) and m.training for m in model.modules()),
             narrow="fp16" if fundamental else known.narrow,
             reserved=budget_of == "reserved", accounting=accounting,
-            split=find_units(model, batch, loss, told=units) if split is None else split,
+            split=_split(model, batch, loss, units) if split is None else split,
             loss=loss,
         )  # fmt: skip
         self._settings_of: dict[Plan, Setting] = {}

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from ..errors import InputError
 from ..torch_private.trees import tree_map
@@ -17,30 +18,45 @@ from ..torch_private.trees import tree_map
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], batch: Any) -> Any:
     """The same batch with `function` of every tensor; anything else is passed along."""
+    return _mapped(torch.Tensor, function, batch)
 
+
+def sizes_of_packed(batch: Any) -> list[torch.Tensor]:
+    """How many sequences packed ones have at each step: PyTorch reads these numbers in C++."""
+    found: list[torch.Tensor] = []
+
+    def note(packed: PackedSequence) -> PackedSequence:
+        found.append(packed.batch_sizes)
+        return packed
+
+    _mapped(PackedSequence, note, batch)
+    return found
+
+
+def _mapped(kind: type[Any], function: Callable[[Any], Any], batch: Any) -> Any:
     def one(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
+        if isinstance(leaf, kind):
             return function(leaf)
         # Tokenizers, collators and models return these, and pytree does not open them.
         copied: Any
         if isinstance(leaf, UserDict):
             copied = copy.copy(leaf)
-            copied.data = {key: map_tensors(function, value) for key, value in leaf.data.items()}
+            copied.data = {key: _mapped(kind, function, value) for key, value in leaf.data.items()}
             return copied
         if isinstance(leaf, dict):
             copied = copy.copy(leaf)
             for key, value in leaf.items():
-                copied[key] = map_tensors(function, value)
+                copied[key] = _mapped(kind, function, value)
             return copied
         if is_record(leaf):
             copied = copy.copy(leaf)
             for field in dataclasses.fields(leaf):
-                mapped = map_tensors(function, getattr(leaf, field.name))
+                mapped = _mapped(kind, function, getattr(leaf, field.name))
                 object.__setattr__(copied, field.name, mapped)
             return copied
         return leaf
 
-    return tree_map(one, batch)
+    return tree_map(one, batch, is_leaf=lambda node: isinstance(node, kind))
 
 
 def check_layouts(tensors: Iterable[torch.Tensor]) -> None:

@@ -6,7 +6,7 @@ import copy
 import inspect
 import random
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import nn
 
 from ..errors import InputError, TraceError, needs_extra
 from ..torch_private.fake_tensors import FakeTensor, FakeTensorMode, as_parameter, make_fake
-from .batches import check_layouts, map_tensors, tensors_of
+from .batches import check_layouts, map_tensors, sizes_of_packed, tensors_of
 from .values import stand_for
 
 OptimizerLike = torch.optim.Optimizer | str | None
@@ -97,7 +97,10 @@ def fake_batch(batch: Any, mode: FakeTensorMode) -> Any:
     fakes = _fakes(tensors, mode)
     for tensor in tensors:
         stand_for(fakes[id(tensor)], tensor)
-    return map_tensors(lambda t: fakes[id(t)].requires_grad_(t.requires_grad), batch)
+    real = {id(tensor) for tensor in sizes_of_packed(batch)}
+    return map_tensors(
+        lambda t: t if id(t) in real else fakes[id(t)].requires_grad_(t.requires_grad), batch
+    )
 
 
 def fake_model(model: nn.Module, mode: FakeTensorMode) -> tuple[nn.Module, dict[int, torch.Tensor]]:
@@ -154,12 +157,16 @@ def make_optimizer(
 
 
 def copied_optimizer(
-    optimizer: torch.optim.Optimizer, mapping: dict[int, torch.Tensor], memo: dict[int, Any]
+    optimizer: torch.optim.Optimizer,
+    mapping: dict[int, torch.Tensor],
+    memo: dict[int, Any],
+    own: Callable[[torch.Tensor], torch.Tensor] = lambda held: held,
 ) -> torch.optim.Optimizer:
     """A copy over other parameters; optimizers it holds, and groups it shares with them, as well.
 
-    Attributes are set on the copy itself, never through properties: those of a wrapper write to
-    what it wraps, which is the user's.
+    `own` makes the copy's tensors from others that it holds in attributes, such as averages of
+    weights. Attributes are set on the copy itself, never through properties: those of a wrapper
+    write to what it wraps, which is the user's.
     """
     if id(optimizer) in memo:
         found: torch.optim.Optimizer = memo[id(optimizer)]
@@ -175,28 +182,81 @@ def copied_optimizer(
         state = optimizer.state
         held["state"] = memo.setdefault(id(state), defaultdict(dict))
     for name, value in held.items():
-        if isinstance(value, torch.optim.Optimizer):
-            held[name] = copied_optimizer(value, mapping, memo)
+        if name in STEP_HOOKS:  # there, and not called
+            held[name] = OrderedDict.fromkeys((k for k, h in value.items() if _is_users(h)), _seen)
         elif name.startswith("_optimizer_") and name.endswith("_hooks"):
             held[name] = OrderedDict()  # what techniques add to the copy is not the user's
+        elif name not in ("param_groups", "state"):
+            held[name] = _copied_attribute(value, mapping, memo, own)
     vars(copied).update(held)
     if "state" in held:
         _early_state(copied)
     return copied
 
 
+STEP_HOOKS = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
+EACH = "each_parameter"
+"""An attribute of hooks of an optimizer's step that may be called for one parameter at a time."""
+
+
+def hooks_its_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a hook of the user's looks at all gradients, or weights, around a step."""
+    return any(_is_users(h) for name in STEP_HOOKS for h in getattr(optimizer, name, {}).values())
+
+
+def _is_users(hook: Any) -> bool:
+    return not getattr(hook, EACH, False)
+
+
+def _seen(*_: Any) -> None:
+    """In the place of a hook of the user's, on a copy of the optimizer."""
+
+
+def _copied_attribute(value: Any, mapping: dict[int, torch.Tensor], memo: Any, own: Any) -> Any:
+    if id(value) in memo:
+        return memo[id(value)]
+    if isinstance(value, torch.optim.Optimizer):
+        return copied_optimizer(value, mapping, memo, own)
+    if isinstance(value, torch.Tensor):
+        return mapping[id(value)] if id(value) in mapping else own(value)
+
+    def inside(held: Any) -> Any:
+        return _copied_attribute(held, mapping, memo, own)
+
+    if isinstance(value, dict):
+        memo[id(value)] = made = copy.copy(value)
+        made.clear()
+        made.update((inside(key), inside(held)) for key, held in value.items())
+        return made
+    if type(value) in (list, tuple):
+        return type(value)(map(inside, value))
+    return value
+
+
 def _copied_groups(groups: Any, mapping: dict[int, torch.Tensor], memo: dict[int, Any]) -> Any:
     if id(groups) not in memo:
-        try:
-            memo[id(groups)] = [
-                {**group, "params": [mapping[id(p)] for p in group["params"]]} for group in groups
-            ]
-        except KeyError:
-            raise InputError(
-                "the optimizer holds parameters that are not the model's",
-                hint="build the optimizer from model.parameters()",
-            ) from None
+        check_holds_only(groups, mapping)
+        memo[id(groups)] = [
+            {**group, "params": [mapping[id(p)] for p in group["params"]]} for group in groups
+        ]
     return memo[id(groups)]
+
+
+def check_holds_only(groups: Any, own: Container[int]) -> None:
+    """Refuse an optimizer over others than the model's parameters, whose ids are given.
+
+    Those of a loss (class centers, weights of tasks) train with the model if they are in it.
+    """
+    strange = [p for group in groups for p in group["params"] if id(p) not in own]
+    if strange:
+        shape = "×".join(map(str, strange[0].shape)) or "one number"
+        raise InputError(
+            f"the optimizer holds parameters that are not the model's: {len(strange)}, "
+            f"the first of shape {shape}",
+            hint="build the optimizer from model.parameters(). If the loss has parameters: "
+            "both = nn.ModuleList([model, head]), with the optimizer and a loss "
+            "(both, batch) over both",
+        )
 
 
 def unwrapped(optimizer: Any) -> Any:
@@ -258,6 +318,22 @@ def _early_state(optimizer: torch.optim.Optimizer) -> None:
                 if isinstance(p, FakeTensor):  # its count would be real, and could not be read
                     count = p.new_zeros((), dtype=torch.float32)
                     optimizer.state[p] = {"step": count, "sum": torch.empty_like(p)}
+
+
+LATE = 600
+"""A number of steps after which an update takes what it takes from then on: RAdam's takes less for
+five. It divides by most numbers that some work is done every so many steps for."""
+
+
+def late_in_training(optimizer: torch.optim.Optimizer) -> None:
+    """Let the next step that it counts be one late in training."""
+    for held in (*optimizer.state.values(), *optimizer.param_groups):
+        count = held.get("step")
+        count = count.constant if isinstance(count, FakeTensor) else count
+        if isinstance(count, torch.Tensor):
+            count.clamp_(min=LATE - 1)
+        elif isinstance(count, (int, float)) and 0 < count < LATE:
+            held["step"] = type(count)(LATE - 1)
 
 
 def check_optimizer(optimizer: Any) -> None:

@@ -17,6 +17,7 @@ from ..torch_private.fake_tensors import FakeTensor, FakeTensorMode
 from ..torch_private.trees import tensor_leaves, tree_map
 from .answers import PACKS, Answers, Reads, given, is_question, writes_masked
 from .draws import is_single_draw, pinned
+from .fakes import LATE, late_in_training
 from .grouped import grouped_product
 from .operand_types import check_types
 from .values import asking, run
@@ -28,9 +29,8 @@ _NUMBERS = frozenset(
         *(_aten.zeros.default, _aten.ones.default, _aten.full.default),
     }
 )
-UNKNOWN = 2.0
-"""For what an optimizer reads, a step count or another number; no size depends on it. Not 1.0,
-which some subtract from one and divide by."""
+UNKNOWN = float(LATE)
+"""For what an optimizer reads, a step count or another number."""
 _LIFTS = (_aten.lift_fresh.default, _aten.lift_fresh_copy.default)
 
 
@@ -75,8 +75,11 @@ class Outside(OperationMode):
         self._asking.__exit__(None, None, None)
         self._asking = nullcontext()
 
-    def _step_begins(self, *_: Any) -> None:
+    def _step_begins(self, optimizer: Any, *_: Any) -> None:
         self._stepping += 1
+        if optimizer.state and all(isinstance(p, FakeTensor) for p in optimizer.state):
+            with without_modes():
+                late_in_training(optimizer)
 
     def _step_ends(self, *_: Any) -> None:
         self._stepping -= 1

@@ -22,7 +22,7 @@ from ..techniques.splitting.draws import Draw, Drawn, Slices
 from ..techniques.splitting.units import weights
 from ..trace.batches import map_tensors, tensors_of
 from ..trace.failures import other_model, user_code
-from ..trace.fakes import make_optimizer
+from ..trace.fakes import check_optimizer, copied_optimizer, unwrapped
 from ..trace.hooked import copy_gradient_hooks
 from ..trace.split import cut, examples_of
 from ..trace.streams import stream_states
@@ -95,8 +95,8 @@ class Side:
                 hint="verify the module as it was before it was scripted",
             )
         copy_gradient_hooks((old, mapping[id(old)]) for old in model.parameters())
-        made = make_optimizer(optimizer, self.model, mapping)
-        assert made is not None
+        check_optimizer(optimizer)
+        made = copied_optimizer(unwrapped(optimizer), mapping, {}, self._own)
         self.optimizer = made
         for parameter, state in optimizer.state.items():
             made.state[mapping[id(parameter)]] = copy.deepcopy(state)
@@ -104,6 +104,10 @@ class Side:
             self._widen()
         self.named = {plain_name(name): p for name, p in self.model.named_parameters()}
         self.buffers = [name for name, _ in self.model.named_buffers()]
+
+    def _own(self, held: torch.Tensor) -> torch.Tensor:
+        """Of a tensor that the optimizer holds beside parameters and state."""
+        return (widened(held) if self.wide else held).detach().clone()
 
     def _widen(self) -> None:
         """In place, so that the optimizer goes on holding the parameters."""

@@ -22,7 +22,7 @@ from ..techniques.plan import Plan
 from ..trace.batches import map_tensors, tensors_of
 from ..trace.draws import has_random_depth
 from ..trace.failures import check_trainable
-from ..trace.fakes import check_optimizer, unwrapped
+from ..trace.fakes import check_optimizer, late_in_training, unwrapped
 from ..trace.streams import rewound
 from ..trace.tracing import Loss
 from ..trace.untouched import hooks_of
@@ -130,6 +130,7 @@ def _with_peak(
             return None
 
     predicted = predicted_bytes()
+    late_in_training(made.planned.step.optimizer)
     with _put_back(batch):
         measured = made.planned.step.measure(batch)
     plain = made.plain

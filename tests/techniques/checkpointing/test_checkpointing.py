@@ -5,9 +5,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
+import warnings
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -152,11 +155,26 @@ def test_an_unknown_block_or_none_at_all_changes_nothing() -> None:
     assert {name: m.forward for name, m in model.named_modules()} == before
 
 
-def test_nothing_cheap_to_drop_warns() -> None:
-    model = nn.Linear(3, 1)
-    with pytest.warns(NoEffectWarning, match="no-bn"):
-        apply([Checkpointing("no-bn")], model, torch.optim.SGD(model.parameters()),
-              loss=lambda m, b: m(b).sum())  # fmt: skip
+class ByFunction(nn.Module):
+    """Its activation is no module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 8), nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(F.gelu(self.first(x)))
+
+
+@pytest.mark.parametrize(("build", "warned"), [(lambda: nn.Linear(3, 1), 1), (ByFunction, 0)])
+def test_nothing_cheap_to_drop_warns_once(build: Any, warned: int) -> None:
+    model = build()
+    step = apply([Checkpointing("no-bn")], model, torch.optim.SGD(model.parameters()),
+                 loss=lambda m, b: m(b).sum())  # fmt: skip
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        step(torch.randn(2, 3)), step(torch.randn(2, 3))
+    assert [w.category for w in said] == [NoEffectWarning] * warned
 
 
 def test_evaluation_runs_plainly() -> None:

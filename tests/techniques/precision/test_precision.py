@@ -12,6 +12,7 @@ from torch import nn
 
 import shoestring as ss
 from shoestring.errors import InputError, NoEffectWarning
+from shoestring.step.predict import predict_step
 from shoestring.techniques import Checkpointing, Microbatching, Precision, Sparsity
 from shoestring.techniques.precision import blocks
 from techniques.precision.precision_helpers import (
@@ -250,6 +251,96 @@ def test_a_failure_later_leaves_everything_as_it_was(monkeypatch):
     with pytest.raises(RuntimeError, match="stop"):
         make_step(model, made, small.loss, Precision("fp16"), Microbatching(2))
     assert_same(before, everything(plain))
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps in an attribute."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> None:
+        self.steps += 1
+        for group in self.param_groups:
+            group["lr"] = 0.1 / self.steps
+        super().step()
+
+
+class InGroup(torch.optim.SGD):
+    """Counts them in its groups."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad / group["steps"])
+
+
+class Bounded(torch.optim.SGD):
+    """Looks at all gradients together."""
+
+    def step(self, closure: Any = None) -> None:
+        held = [p for group in self.param_groups for p in group["params"]]
+        nn.utils.clip_grad_norm_(held, 0.1)
+        super().step()
+
+
+class Signs(torch.optim.SGD):
+    """Each parameter by itself."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                state = self.state[p]
+                state["step"] = state.get("step", 0) + 1
+                p.data.sub_(p.grad.sign(), alpha=0.01 / state["step"])
+
+
+@pytest.mark.parametrize("kind", [Counting, InGroup, Bounded, Signs])
+def test_an_update_that_needs_more_than_one_parameter_is_refused(kind: Any) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    batch = torch.randn(4, 8)
+    optimizer = kind(model.parameters(), lr=0.1)
+
+    def loss(m: nn.Module, b: Any) -> torch.Tensor:
+        return m(b).square().mean()
+
+    if kind is Signs:
+        make_step(model, optimizer, loss, Precision("fp16"))(batch)
+        return
+    with pytest.raises(InputError, match=f"{kind.__name__} needs more than a parameter's grad"):
+        make_step(model, optimizer, loss, Precision("fp16"))
+    with pytest.raises(InputError, match="needs more"):
+        predict_step([Precision("fp16")], model, batch, loss=loss, optimizer=optimizer)
+    assert optimizer.param_groups[0]["lr"] == 0.1 and not optimizer.state
+
+
+def clips(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def clip(*_: Any) -> None:
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+    optimizer.register_step_pre_hook(clip)
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        clips,
+        lambda model, _: model[0].weight.register_hook(lambda g: g.clamp(-1, 1)),
+        lambda model, _: model[1].register_full_backward_hook(lambda m, given, made: None),
+    ],
+)
+def test_no_hook_sees_scaled_gradients(hook: Any) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hook(model, optimizer)
+
+    def loss(m: nn.Module, b: Any) -> torch.Tensor:
+        return m(b).square().mean()
+
+    with pytest.raises(InputError, match="would see gradients times FP16's loss scale"):
+        make_step(model, optimizer, loss, Precision("fp16"))(torch.randn(4, 8))
 
 
 def test_what_cannot_be_done_is_said_first():

@@ -172,6 +172,72 @@ def test_a_head_that_starts_at_zero_hides_nothing(
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
+def hard(model: nn.Module, b: Any) -> torch.Tensor:
+    """A mean over those above a threshold (OHEM), which all are before training."""
+    each = F.cross_entropy(model(b[0]), b[1], reduction="none")
+    return each[each > 0.35].mean()
+
+
+def unsure(model: nn.Module, b: Any) -> torch.Tensor:
+    """The same by a count."""
+    made = model(b[0])
+    counts = made.detach().softmax(-1).amax(-1) < 0.95
+    each = F.cross_entropy(made, b[1], reduction="none")
+    return (each * counts).sum() / counts.sum().clamp(min=1)
+
+
+def hinge(model: nn.Module, b: Any) -> torch.Tensor:
+    """A threshold, and a mean over all."""
+    each = F.cross_entropy(model(b[0]), b[1], reduction="none")
+    return torch.where(each > 0.35, each, 0.0).mean()
+
+
+@pytest.mark.parametrize("bytes_in_wide", [2**28, 0])
+@pytest.mark.parametrize(("loss", "splits"), [(hard, False), (unsure, False), (hinge, True)])
+def test_a_threshold_that_is_met_after_training(
+    loss: Any, splits: bool, bytes_in_wide: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoestring.techniques.splitting.find.WIDE_BYTES", bytes_in_wide)
+    model = net()
+    with torch.no_grad():
+        model[-1].weight.mul_(0.1)
+    before = [p.clone() for p in model.parameters()]
+    found = find_units(model, batch(), loss)
+    assert found.splits is splits, found
+    assert splits or "a threshold decides" in found.why
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def free(model: nn.Module, b: Any) -> torch.Tensor:
+    """Free bits (Kingma et al., 2016): means under a bound have no gradient."""
+    return classify(model, b) + model(b[0]).square().mean(0).clamp(min=9.0).sum()
+
+
+def flooded(model: nn.Module, b: Any) -> torch.Tensor:
+    """Goes up again below a level (Ishida et al., 2020)."""
+    return (classify(model, b) - 0.1).abs() + 0.1
+
+
+def worst(model: nn.Module, b: Any) -> torch.Tensor:
+    return torch.stack([classify(model, b), model(b[0]).square().mean()]).max()
+
+
+def counted(model: nn.Module, b: Any) -> torch.Tensor:
+    """Clamps a count and weights, and errors one by one."""
+    errors = (model(b[0]).mean(1) - 1).abs() + torch.relu(model(b[0])[:, 0])
+    weights = sum(p.abs().sum() for p in model.parameters())
+    return (errors * b[1]).sum() / b[1].float().sum().clamp(min=1) + 1e-3 * weights.clamp(max=1.0)
+
+
+@pytest.mark.parametrize(
+    ("loss", "splits"), [(free, False), (flooded, False), (worst, False), (counted, True)]
+)
+def test_a_mean_that_will_lie_on_the_other_side(loss: Any, splits: bool) -> None:
+    found = find_units(net(), batch(), loss)
+    assert found.splits is splits, found
+    assert splits or "a mean over the batch is clamped" in found.why
+
+
 def test_microbatches_by_hand_are_refused_before_anything_moves() -> None:
     model = net()
     before = [p.detach().clone() for p in model.parameters()]

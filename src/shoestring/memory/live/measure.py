@@ -18,6 +18,7 @@ from ...trace.batches import check_layouts, tensors_of
 from ...trace.failures import check_loss, check_module, user_code
 from ...trace.fakes import (
     check_optimizer,
+    late_in_training,
     make_optimizer,
     same_random_streams,
     span,
@@ -93,6 +94,8 @@ def measure(
         with user_code():
             for _ in range(max(warmup_steps, 1)):
                 training_step(model, batch, loss, updates)
+        if updates is not None:
+            late_in_training(updates)
         gc.collect()
         on_device = _measure_cpu if device == "cpu" else _measure_cuda
         return on_device(model, batch, loss, updates)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -14,7 +13,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import nn
 
-from ...errors import InputError, NoEffectWarning
+from ...errors import InputError
 from ...memory.items import LEAVES, Item, leaves, read, write
 from ...memory.schedule import STRATEGIES
 from ...trace.blocks import block_paths
@@ -225,13 +224,7 @@ class Checkpointing(Technique):
             return
         lean_batch_norm(setup)
         if self.strategy == "no-bn":
-            setup.run, touched = without_cheap_outputs(setup.model, setup.run)
-            if not touched:
-                warnings.warn(
-                    "no-bn: the model has no normalization or activation module",
-                    NoEffectWarning,
-                    stacklevel=2,
-                )
+            setup.run = without_cheap_outputs(setup.run)
             return
         if self.strategy.startswith("every"):
             setup.run = every_node(setup.run, self._size)

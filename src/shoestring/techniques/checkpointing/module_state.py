@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import numpy as np
@@ -213,6 +213,9 @@ class FirstPass:
         for tensor, value in reversed(self._data):
             tensor.data = value
         latest = [(tensor, tensor.detach().clone()) for tensor, _ in held]
+        # In the end each holds what it held: for autograd and recipes nothing was written.
+        unseen = ExitStack()
+        unseen.enter_context(preserved_version(tuple(tensor for tensor, _ in held)))
         _write(held)
         drawn = {generator: generator.get_state() for generator in self._generators}
         for generator, state in self._generators.items():
@@ -225,6 +228,7 @@ class FirstPass:
             for generator, state in drawn.items():
                 generator.set_state(state)
             _write(latest)
+            unseen.close()
             for tensor, value in data:
                 tensor.data = value
             if now is not None:
@@ -295,7 +299,6 @@ def _set_parameters(modules: list[nn.Module], given: dict[tuple[int, str], Any])
 
 
 def _write(values: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Into the tensors, unseen by autograd: what backward saved of them is what it will find."""
-    for tensor, value in values:
-        with torch.no_grad(), preserved_version(tensor):
+    with torch.no_grad():
+        for tensor, value in values:
             tensor.copy_(value)

@@ -64,6 +64,8 @@ class Recipes:
         self._current: tuple[Recipe, Callable[[torch.Tensor], bool]] | None = None
         self._outer: Any = None
         self._writes = Writes()
+        self.saved = 0
+        """Tensors that were saved as recipes."""
 
     def __enter__(self) -> Recipes:
         self._outer = active_saved_tensors_hooks()
@@ -235,6 +237,7 @@ class Recipes:
         if recipe is None:
             return Saved(tensor, self._outer)
         recipe.readers += 1
+        self.saved += 1
         return View(recipe, tensor)
 
 

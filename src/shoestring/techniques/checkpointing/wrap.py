@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...errors import NoEffectWarning
 from ...memory.items import Item, leaves, part
 from ...torch_private.trees import tree_map
 from ..base import Run
@@ -35,20 +36,25 @@ from .module_state import ModuleState
 from .recipes import Recipes
 from .regions import Again, region
 
-_CHEAP_MODULES = (
-    nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.ReLU, nn.ReLU6, nn.LeakyReLU,
-    nn.GELU, nn.SiLU, nn.ELU, nn.Hardtanh, nn.Hardswish, nn.Mish, nn.Softplus, nn.Sigmoid, nn.Tanh,
-)  # fmt: skip
 
-
-def without_cheap_outputs(model: nn.Module, run: Run) -> tuple[Run, bool]:
-    """The run with normalizations and activations deferred; whether there is any such module."""
+def without_cheap_outputs(run: Run) -> Run:
+    """The run with normalizations and activations deferred; the first warns if it has none."""
+    found = False
 
     def deferred(batch: Any) -> torch.Tensor:
-        with Recipes():
-            return run(batch)
+        nonlocal found
+        with Recipes() as recipes:
+            value = run(batch)
+            if not found and not recipes.saved:
+                warnings.warn(
+                    "no-bn: no normalization or activation saves anything to recompute",
+                    NoEffectWarning,
+                    stacklevel=2,
+                )
+            found = True
+            return value
 
-    return deferred, any(isinstance(m, _CHEAP_MODULES) for m in model.modules())
+    return deferred
 
 
 def every_node(run: Run, size: int) -> Run:

@@ -9,6 +9,7 @@ from typing import ClassVar, Literal
 import torch
 
 from ...errors import InputError
+from ...trace.fakes import hooks_its_step
 from ...trace.graph import Phase, Trace
 from ..base import Flag, Setup, Technique
 from ..claims import MOVED, Circumstances, Claim, Level
@@ -84,6 +85,8 @@ class GradientRelease(Technique):
     @classmethod
     def offers(cls, context: Context) -> Iterable[Offer]:
         """Where there is more than one gradient."""
+        if hooks_its_step(context.optimizer):
+            return
         if sum(p.has_gradient for p in context.trace.parameters) > 1:
             yield Offer(cls(), "each gradient goes as soon as its parameter is updated")
             if can_fold(context.optimizer, "all") and not can_fold(context.optimizer, True):

@@ -27,15 +27,13 @@ import torch
 from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_
 
 from ...errors import InputError
+from ...trace.fakes import hooks_its_step
 from ..apart import run_alone
 from ..base import Setup, total_norm
 from ..parameter_hooks import when_accumulated
 from ..splitting.weights import weighted_loss
 from .folding import fold_adam, fold_momentum, folds, move_by_adam, move_by_momentum
 from .rehearsal import taken_back
-
-EACH = "each_parameter"
-"""An attribute of hooks of an optimizer's step that may be called for one parameter at a time."""
 
 
 class Release:
@@ -152,10 +150,7 @@ class Release:
         self._optimizer._opt_called = True  # type: ignore[attr-defined] # asked by LR schedulers
 
     def _check_hooks(self) -> None:
-        optimizer = self._optimizer
-        hooks = (*optimizer._optimizer_step_pre_hooks.values(),
-                 *optimizer._optimizer_step_post_hooks.values())  # fmt: skip
-        if not all(getattr(hook, EACH, False) for hook in hooks):
+        if hooks_its_step(self._optimizer):
             raise InputError(
                 "a hook of the optimizer's step would see one gradient at a time: released "
                 "gradients cannot be clipped by their common norm, or looked at together",

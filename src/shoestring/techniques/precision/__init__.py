@@ -18,7 +18,7 @@ from ..batch_norm import lean_batch_norm
 from ..claims import Circumstances, Claim, Level
 from ..offers import Context, Offer, Scales, Update, Updates
 from ..registry import register
-from .check import check_model, check_optimizer, named_failures
+from .check import check_hooks, check_model, check_optimizer, named_failures
 from .convert import lower_model
 from .estimate import estimate_update
 from .moments import ScaledMoments
@@ -154,6 +154,8 @@ class Precision(Technique):
         setup.check_step(f"{self.kind} updates in its own way and")
         check_model(setup.model, _TYPES[self.kind])
         check_optimizer(setup.model, setup.optimizer)
+        if self.scales_loss:
+            check_hooks(setup.model)
 
     def apply(self, setup: Setup) -> None:
         """Convert model, batch and optimizer state; replace the update's arithmetic."""

@@ -19,7 +19,7 @@ from torch import nn
 
 from ...errors import InputError
 from ...trace.batches import map_tensors, tensors_of
-from ...trace.fakes import is_fake
+from ...trace.fakes import hooks_its_step, is_fake
 from ...trace.split import cut, examples_of
 from ...trace.streams import rewound_streams
 from ...trace.untouched import Untouched, hooks_of
@@ -27,7 +27,7 @@ from ..base import Setup
 from ..draws import observed_by
 from ..offers import Context
 from ..splitting.bounds import InBounds
-from .check import named_failures
+from .check import named_failures, sees_scaled
 from .convert import lower_model
 
 LARGEST = 2**31
@@ -41,6 +41,8 @@ def runs_in(context: Context, kind: torch.dtype) -> bool:
     True where that cannot be tried.
     """
     model, loss = context.model, context.loss
+    if kind is torch.float16 and (sees_scaled(model) or hooks_its_step(context.optimizer)):
+        return False
     tensors = [*model.parameters(), *model.buffers(), *tensors_of(context.batch)]
     real = not any(is_fake(t) or t.is_meta for t in tensors)
     if loss is None or not real or sum(p.nbytes for p in model.parameters()) > LARGEST:

@@ -41,6 +41,7 @@ from ...trace.fakes import is_fake, readable
 from ...trace.passes import standing_for
 from ..optimizers import ELEMENTWISE
 from .blocks import Piece, Rows, UpdateBlock, block_elements, blocks, cut, gather
+from .check import misled
 from .loading import StoredState
 from .moments import SUFFIX, MomentStorage, is_moment, write
 from .reference_copy import fused_sgd, reference_copy, single
@@ -78,8 +79,11 @@ class NarrowUpdate:
     def __call__(self) -> None:
         """One update; skipped on the device, without waiting for it, if a gradient overflowed."""
         optimizer, scale = self._optimizer, self._scale
+        given = self._gradients()
         for before in optimizer._optimizer_step_pre_hooks.values():
             before(optimizer, (), {})
+        if scale is not None and given != self._gradients():
+            raise misled("a hook of the optimizer's step")
         work = [
             (group, parameter)
             for group in optimizer.param_groups
@@ -108,6 +112,13 @@ class NarrowUpdate:
         optimizer._opt_called = True  # type: ignore[attr-defined] # asked by LR schedulers
         for after in optimizer._optimizer_step_post_hooks.values():
             after(optimizer, (), {})
+
+    def _gradients(self) -> list[tuple[int, int]]:
+        """Which tensors they are, and how often they were written; nothing where nobody asks."""
+        if not self._optimizer._optimizer_step_pre_hooks:
+            return []
+        held = (p.grad for group in self._optimizer.param_groups for p in group["params"])
+        return [(id(g), g._version) for g in held if g is not None]
 
     def _begun(self, work: Gradients) -> tuple[Gradients, Gradients]:
         """Make the state of before the first update; apart, those whose first state is unknown."""

@@ -15,7 +15,9 @@ none is, the result says why.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -38,10 +40,14 @@ from .candidates import (
 from .draws import Slices
 from .runs import CopyRuns, in_type_of
 from .units import EXAMPLES, SUM, Units, weights
-from .values import TOLERANCES, Failed, Values, Watched
+from .values import TOLERANCES, Bent, Failed, Values, Watched
 
 CUTS = (1, 2)
 """Where a few examples are cut in two; a cut that does not run (of one example) is left out."""
+TIMES = 2.0, 8.0, 32.0, 128.0
+"""What weights are multiplied by, so that examples are told apart as after training."""
+COARSE = 1e-3
+"""Relative error that such weights may make of FP32's rounding."""
 GRADIENT_ELEMENTS = 2**20
 """Of parameters whose gradients are compared."""
 
@@ -107,8 +113,60 @@ class ExampleRuns:
             if read and self._two_means(read[0]):
                 why = self._reason(self._seen, read)
             return SplitFound(EXAMPLES, False, why)
+        if self._seen.compares and not self._splits_elsewhere(units):
+            why = "with larger weights its parts do not add up: a threshold decides what counts"
+            return SplitFound(EXAMPLES, False, why)
+        if self._seen.bends and (gradients or self._runs.wide) and not self._splits_bent(units):
+            why = "a mean over the batch is clamped, or its sign taken: a part's may be on one side"
+            return SplitFound(EXAMPLES, False, why)
         mean = "the loss is a sum" if units == SUM else f"the loss is a mean over {named(units)}"
         return SplitFound(units, True, f"{mean}: tested on {self._examples} examples")
+
+    def _splits_elsewhere(self, units: LossUnits) -> bool:
+        """Whether it splits after training, too, as far as a step of other weights can tell.
+
+        A mean over the losses above a threshold is one over all examples as long as all are.
+        """
+        for self._runs.times in TIMES:
+            try:
+                values = self._values(self._batch)
+            except Failed:  # nothing to compare
+                continue
+            tolerance = values.tolerance if self._runs.wide else max(values.tolerance, COARSE)
+            values = replace(values, tolerance=tolerance)
+            if math.isfinite(values.whole) and not values.split_by(units):
+                return False
+        self._runs.times = 1.0
+        return True
+
+    def _splits_bent(self, units: LossUnits) -> bool:
+        """Whether it splits where a function of means is linear on each side of a point alone.
+
+        Such a function is of the same shape in the whole batch and in each part; all are bent.
+        """
+        runs, seen = self._runs, list[Bent]()
+        asked = runs.needs_gradients
+
+        def watched(chosen: frozenset[int]) -> Callable[[], Bent]:
+            return lambda: seen.append(Bent(chosen)) or seen[-1]  # type: ignore[func-returns-value]
+
+        runs.needs_gradients = True  # to know what depends on parameters
+        try:
+            runs.within = watched(frozenset())
+            self._values(self._batch)
+            if len({len(one.shapes) for one in seen}) != 1:
+                return True
+            given = enumerate(zip(*(one.shapes for one in seen), strict=True))
+            alike = frozenset(n for n, s in given if len(set(s)) == 1 and s[0] is not None)
+            if not alike:
+                return True
+            runs.within = watched(alike)
+            values = self._values(self._batch)
+        except Failed:
+            return True
+        finally:
+            runs.within, runs.needs_gradients = nullcontext, asked
+        return not math.isfinite(values.whole) or values.split_by(units)
 
     def _confirmed(
         self, candidates: list[str], values: Values, seen: Sequence[str] = ()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -26,6 +26,8 @@ Left = dict[tuple[str, str], Any]
 """Path of a module and name of an attribute → what a pass left there."""
 
 
+_SCALED_ELEMENTS = 2**20
+"""Of a weight that is copied to be multiplied, where most of the model is not copied."""
 _SPREAD = 0.3
 """Of random numbers in the place of weights that are zero, times the root of their inputs."""
 
@@ -47,8 +49,13 @@ class CopyRuns:
         """The loss ran a backward pass of the model."""
         self.left: Left = {}
         """By the last run."""
+        self.within: Callable[[], AbstractContextManager[Any]] = nullcontext
+        """Entered by each run."""
+        self.times = 1.0
+        """What weights are multiplied by."""
         trained = [p for p in model.parameters() if p.requires_grad and p.numel()]
         self._zeros = [p for p in trained if not bool(p.detach().any())]
+        self._scaled = [p for p in trained if wide or p.numel() <= _SCALED_ELEMENTS]
 
     def run(
         self,
@@ -92,7 +99,7 @@ class CopyRuns:
     def _context(self) -> Iterator[None]:
         wide: Any = staying_wide() if self.wide else nullcontext()
         guarded: Any = InBounds() if next(self._model.parameters()).is_cuda else nullcontext()
-        with open_kernels() if self.open else nullcontext(), wide, guarded:
+        with open_kernels() if self.open else nullcontext(), wide, guarded, self.within():
             yield
 
     @contextmanager
@@ -103,7 +110,7 @@ class CopyRuns:
             made = wide_model(self._model, memo)
         else:
             memo = {id(p): p for p in self._model.parameters()}
-            for p in self._zeros:
+            for p in {*self._zeros, *(self._scaled if self.times != 1 else ())}:
                 del memo[id(p)]
             made = copy.deepcopy(self._model, memo)
         held = ((p, memo.get(id(p), p)) for p in self._model.parameters())
@@ -111,6 +118,8 @@ class CopyRuns:
         with torch.no_grad():
             for number, p in enumerate(self._zeros):
                 memo[id(p)].copy_(_small(p, number))
+            for p in self._scaled if self.times != 1 else ():
+                memo[id(p)].mul_(self.times)
         for module in made.modules():
             if is_normalization(module):
                 module.eval()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ...errors import InputError
+from ...torch_private.dispatch import OperationMode
 from .candidates import Targets
 from .draws import Drawn
 from .units import Units, weights
@@ -19,6 +21,11 @@ TOLERANCES = {
     torch.bfloat16: 4e-2,
 }
 """Of the loss, relative, by the least precise type it is computed in."""
+_COMPARISONS = ("gt", "ge", "lt", "le")
+_BENDS = frozenset(
+    "abs relu threshold clamp clamp_min clamp_max maximum minimum max min amax amin".split()
+)
+"""Functions that are linear on each side of a point."""
 
 
 class Watched(Drawn):
@@ -31,12 +38,19 @@ class Watched(Drawn):
         self.weighted = False
         self.reads = False
         """Python saw a number or a truth value, which may decide what runs."""
+        self.compares = False
+        """Numbers were compared, which may decide what counts."""
+        self.bends = False
+        """A function that is linear on each side of a point had a number or a list of them."""
 
     def other(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Look at the arguments of likelihoods."""
         made = func(*args, **kwargs)
         if func is torch.ops.aten._local_scalar_dense.default:
             self.reads = self.reads or args[0].is_floating_point() or args[0].dtype is torch.bool
+        if func._opname in _COMPARISONS and args[0].is_floating_point() and args[0].numel() > 1:
+            self.compares = True
+        self.bends = self.bends or (_bends(func, args) and args[0].dim() < 2)
         if isinstance(made, torch.Tensor) and not func.is_view and made.is_floating_point():
             self.kinds.add(made.dtype)
         if func._schema.name in ("aten::nll_loss_forward", "aten::nll_loss2d_forward"):
@@ -44,6 +58,36 @@ class Watched(Drawn):
             self.targets.append((target.detach().flatten().clone(), int(ignored)))
             self.weighted = self.weighted or weight is not None
         return made
+
+
+def _bends(func: Any, args: tuple[Any, ...]) -> bool:
+    return func._opname in _BENDS and args[0].is_floating_point()
+
+
+class Bent(OperationMode):
+    """Bends some of those functions at every point, and notes all that depend on parameters.
+
+    `kl.mean().clamp(min=1)` is a mean, or a constant, until examples lie on both sides.
+    """
+
+    def __init__(self, chosen: Collection[int]) -> None:
+        super().__init__()
+        self._chosen = chosen
+        self.shapes: list[tuple[int, ...] | None] = []
+        """Of what they are given, in order; None where no parameter has a part in it."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if not _bends(func, args) or not isinstance(made, torch.Tensor):
+            return made
+        given = [a for a in args[:2] if isinstance(a, torch.Tensor)]
+        trained = any(a.requires_grad for a in given)
+        self.shapes.append(tuple(given[0].shape) if trained else None)
+        if len(self.shapes) - 1 not in self._chosen:
+            return made
+        return made + sum((a * a if a.shape == made.shape else (a * a).sum()) for a in given)
 
 
 class Failed(Exception):
