@@ -74,6 +74,23 @@ class Noted:
     values: ClassVar[list[float]] = []
 
 
+def test_the_gradient_of_a_view_of_the_batch_ends_with_the_step() -> None:
+    """Speech models let their input have a gradient, for checkpointing's sake."""
+
+    class Speech(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            seen = x[:, None]
+            seen.requires_grad = True
+            return super().forward(seen)
+
+    def peak(model: nn.Module, x: Tensor) -> dict[str, int]:
+        return measure(model, x, loss=lambda m, b: m(b).mean()).bytes_by_role
+
+    x = torch.randn(8, 16)
+    assert peak(Speech(16, 4), x)["buffer"] == 0
+    assert x.grad is None
+
+
 def test_steps_are_real_and_taken_back() -> None:
     model, batch = nn.Linear(3, 2), torch.randn(4, 3)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)

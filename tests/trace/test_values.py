@@ -46,6 +46,11 @@ ASKS: dict[str, Callable[[Tensor], Any]] = {
     "float": lambda mask: bool((torch.ones(3, 4) == mask.float()).all()),
     "cat": lambda mask: torch.cat([mask[:, :1] - 1, mask], 1).cumsum(-1).max().item(),
     "arange": lambda mask: (torch.arange(4)[None] * mask).sum().item(),
+    "picked": lambda mask: torch.randn(3, 4, 2)[mask != 0].shape,
+    "picked beside": lambda mask: torch.randn(3, 4)[:, mask[0] != 0].shape,
+    "nonzero": lambda mask: mask.nonzero().shape,
+    "unique": lambda mask: [t.shape for t in mask.unique(return_inverse=True)],
+    "repeated": lambda mask: mask.repeat_interleave(mask[:, 0], dim=0).shape,
 }
 
 

@@ -439,6 +439,21 @@ def test_a_gradient_that_is_all_rounding_is_no_alarm_with_a_small_epsilon() -> N
     assert found.ok, str(found)
 
 
+@pytest.mark.parametrize("seed", [3, 4, 5])
+def test_one_number_whose_gradient_is_zero_is_no_alarm(seed: int) -> None:
+    """The bias of scores that are compared: now and then plain rounding cancels, too."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 1))
+    batch = torch.randn(8, 3, 16), torch.arange(8) % 3
+
+    def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return nn.functional.cross_entropy(model(batch[0])[..., 0], batch[1])
+
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    made = verify([Microbatching(2)], model, [batch], loss=loss, optimizer=sgd, steps=1)
+    assert all(row.ok for row in made.comparisons), made
+
+
 @pytest.mark.parametrize("wrong", [1.01, 1.1])
 def test_autocast_hides_no_wrong_gradient(wrong: float) -> None:
     """Rounding is below 1% here: a gradient that is 1 or 10% wrong is not rounding."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 import gc
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any
@@ -26,6 +26,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..errors import InputError
 from ..torch_private.dispatch import OperationMode, without_modes
@@ -156,7 +157,9 @@ class Untouched(OperationMode):
         self._copies: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         self._sizes: list[tuple[torch.Tensor, torch.Size]] = []
         """Kernels that watch ranges of channels resize what was empty before the first step."""
-        self._gradients: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        self._gradients: MutableMapping[torch.Tensor, torch.Tensor | None]
+        self._gradients = WeakTensorKeyDictionary()
+        """Of leaves; one that a step makes itself (a view of its batch) ends with the step."""
         self._generators: dict[torch.Generator, torch.Tensor] = {}
 
     def __enter__(self) -> Untouched:
@@ -171,7 +174,7 @@ class Untouched(OperationMode):
 
     def restore(self) -> None:
         """Put everything back; may be called again."""
-        for leaf, gradient in self._gradients.values():
+        for leaf, gradient in self._gradients.items():
             leaf.grad = gradient
         for storage, held in self._copies.values():
             if storage.nbytes() != held.nbytes():
@@ -205,8 +208,8 @@ class Untouched(OperationMode):
 
     def _look_at(self, leaf: torch.Tensor) -> None:
         key = _key(leaf)
-        if key is not None and key not in self._known and id(leaf) not in self._gradients:
-            self._gradients[id(leaf)] = leaf, leaf.grad
+        if key is not None and key not in self._known and leaf not in self._gradients:
+            self._gradients[leaf] = leaf.grad
 
     def _save(self, tensor: torch.Tensor) -> None:
         key = _key(tensor)

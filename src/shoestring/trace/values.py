@@ -27,12 +27,13 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..torch_private.dispatch import without_modes
-from ..torch_private.fake_tensors import FakeTensor, constant_of, forget_constant
-from ..torch_private.trees import TreeSpec, tree_flatten, tree_unflatten
+from ..torch_private.fake_tensors import FakeTensor, constant_of, forget_constant, make_fake
+from ..torch_private.trees import TreeSpec, tree_flatten, tree_map, tree_unflatten
 from .batches import tensors_of
 from .results import result
 
 _QUESTIONS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
+_INDEX = torch.ops.aten.index.Tensor
 _MAKERS = ("arange", "full", "ones", "zeros")
 _LIKE = ("ones_like", "zeros_like", "full_like")
 """Of a tensor they see the shape alone: the gradient that a backward pass begins with, say."""
@@ -128,10 +129,42 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if origin is not None and func in _QUESTIONS:
         with without_modes():
             return origin.made()
+    if func is _INDEX:
+        args = args[0], _positions(args[1]), *args[2:]
+    elif origin is not None and torch.Tag.dynamic_output_shape in func.tags:
+        with without_modes():
+            real = origin.made()
+        like = next(t for t in tensors_of(args) if isinstance(t, FakeTensor))
+        return tree_map(lambda leaf: _twin(leaf, like), real)
     out = result(func, args, kwargs)
     if origin is not None and isinstance(out, FakeTensor) and not out.is_inference():
         _origins[out] = replace(origin, version=out._version)
     return out
+
+
+def _twin(real: Any, like: FakeTensor) -> Any:
+    """A fake copy of a tensor, on the device of another one."""
+    if not isinstance(real, torch.Tensor):
+        return real
+    form = tuple(real.shape), real.stride(), real.dtype
+    made = make_fake(like.fake_mode, like.fake_device, *form)
+    stand_for(made, real)
+    return made
+
+
+def _positions(indices: Any) -> list[Any]:
+    """Indices whose known masks are the positions that they pick: how many is a shape."""
+    found: list[Any] = []
+    for index in indices:
+        masks = isinstance(index, FakeTensor) and index.dtype in (torch.bool, torch.uint8)
+        origin = _known(index) if masks else None
+        if origin is None:
+            found.append(index)
+            continue
+        with without_modes():
+            picked = origin.made().nonzero().unbind(1)
+        found.extend(_twin(positions, index) for positions in picked)
+    return found
 
 
 @contextmanager

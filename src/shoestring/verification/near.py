@@ -28,7 +28,7 @@ from .distance import (
     RoundingNoise,
     gain,
 )
-from .noise import EPSILON, noises, trained_in_16_bits
+from .noise import EPSILON, noises, trained_in_bits
 from .pair import Pair, runs_in_parts
 from .sides import Plain, Trained, plain_name
 
@@ -105,7 +105,7 @@ class NearBounds:
             made = None
             if pair.exact is not None:
                 side = pair.like_plain(wide=False)
-                made = trained_in_16_bits(side, kind, pair.data, seed, scale)
+                made = trained_in_bits(side, kind, pair.data, seed, scale)
             if made is None or pair.exact is None:
                 return {what: RoundingNoise({}, EPSILON[kind]) for what in pair.noise}
             self._in_16_bits = self._in_16_bits or made
@@ -115,7 +115,7 @@ class NearBounds:
             # Sums of parts round, too; beside exact parts, so that only rounding counts.
             exact = pair.exactly(lambda: pair.in_a_loop(pair.plan, wide=True))
             loop = pair.in_a_loop(pair.plan, wide=False)
-            made = trained_in_16_bits(loop, kind, pair.data, scale=scale)
+            made = trained_in_bits(loop, kind, pair.data, scale=scale)
             if exact is not None and made is not None:
                 also = noises(exact, made)
                 found = {what: found[what] | also[what] for what in found}

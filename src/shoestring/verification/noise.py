@@ -14,8 +14,8 @@ from ..torch_private.trees import tensor_leaves
 from .distance import RoundingNoise
 from .sides import Plain, Trained
 
-_BITS = {"fp16": 11, "bf16": 8}
-"""Of the significand, the leading one included."""
+_BITS = {"fp32": 23, "fp16": 11, "bf16": 8}
+"""Of the significand, the leading one included; of FP32 one less, so that rounding shows."""
 EPSILON = {kind: 2.0 ** (1 - bits) for kind, bits in _BITS.items()}
 _LEAST_EXPONENT = {"fp16": -13}
 """Of FP16's normal numbers, as `frexp` has it: smaller ones have fewer bits. BF16 has FP32's."""
@@ -89,10 +89,10 @@ def rounded_(
     tensor.copy_(torch.where(made.isinf(), tensor, made))  # the largest number stays finite
 
 
-def trained_in_16_bits(
+def trained_in_bits(
     side: Plain, kind: str, data: list[Any], seed: int | None = None, scale: float = 1.0
 ) -> Trained | None:
-    """Plain steps with 16-bit rounding, weights and optimizer state included."""
+    """Plain steps with every result rounded, weights and optimizer state included."""
     for parameter in side.model.parameters():
         rounded_(parameter.detach(), _BITS[kind])
     try:
