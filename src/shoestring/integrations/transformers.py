@@ -29,6 +29,7 @@ from ..techniques.plan import Plan
 from ..trace.fakes import unwrapped
 from ..units import format_size
 from .hosted import (
+    BatchCount,
     Part,
     Wanted,
     as_given,
@@ -101,6 +102,7 @@ class Budgeted:
     ) -> torch.Tensor:
         """Forward and backward passes of one batch; gradients are left to the Trainer."""
         batch = self._prepare_inputs(inputs), num_items_in_batch
+        self._count = BatchCount(self)
         if not self._goes_on(self._bare(model)):
             self._start(model, batch)
         assert self.step is not None
@@ -146,11 +148,14 @@ class Budgeted:
             found: list[torch.Tensor] = []
             trainer.accelerator.backward = lambda value, **others: found.append(value)
             self._parts.append(_Part(self._units(inputs)))
-            self._in_step = True
+            self._count.part_begins()
+            self._in_step, held = True, trainer.model
+            if given is not bare:
+                trainer.model = given  # TRL asks it for the reference
             try:
                 returned = passes(model if given is bare else given, dict(inputs), items)
             finally:
-                self._in_step = False
+                self._in_step, trainer.model = False, held
                 del trainer.accelerator.backward
             if len(found) != 1:
                 raise InputError(
