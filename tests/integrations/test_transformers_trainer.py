@@ -414,6 +414,37 @@ def test_a_trainer_that_counts_and_asks_its_own_model(tmp_path: Path, own: Any) 
     assert all(p.requires_grad for p in planned.model.parameters())
 
 
+class Held(torch.nn.Module):
+    """A loss that holds the model, as those of sentence-transformers do."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs: Any) -> torch.Tensor:
+        return self.model(**inputs).loss
+
+
+class OfItsOwn(transformers.Trainer):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.losses = {"only": Held(self.model)}
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.losses["only"](inputs)
+
+
+class BudgetOfItsOwn(Budgeted, OfItsOwn):
+    pass
+
+
+def test_a_loss_that_holds_the_model_is_planned(tmp_path: Path) -> None:
+    plain, expected = trained(OfItsOwn, tmp_path / "a", max_steps=3)
+    planned, found = trained(BudgetOfItsOwn, tmp_path / "b", max_steps=3, budget="1 GB")
+    assert found == expected and same_weights(plain, planned)
+    assert planned.losses["only"].model is planned.model
+
+
 class Classifier(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -10,7 +10,8 @@ For another trainer, such as TRL's: `class BudgetSFT(Budgeted, SFTTrainer): pass
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -149,13 +150,12 @@ class Budgeted:
             trainer.accelerator.backward = lambda value, **others: found.append(value)
             self._parts.append(_Part(self._units(inputs)))
             self._count.part_begins()
-            self._in_step, held = True, trainer.model
-            if given is not bare:
-                trainer.model = given  # TRL asks it for the reference
+            self._in_step = True
             try:
-                returned = passes(model if given is bare else given, dict(inputs), items)
+                with _in_place(trainer, bare, given):
+                    returned = passes(model if given is bare else given, dict(inputs), items)
             finally:
-                self._in_step, trainer.model = False, held
+                self._in_step = False
                 del trainer.accelerator.backward
             if len(found) != 1:
                 raise InputError(
@@ -322,6 +322,34 @@ class Budgeted:
 
 class BudgetTrainer(Budgeted, transformers.Trainer):
     """`transformers.Trainer` within a budget: `BudgetTrainer(…, budget="24 GB")`."""
+
+
+@contextmanager
+def _in_place(trainer: Any, model: nn.Module, copied: nn.Module) -> Iterator[None]:
+    """Wherever a trainer has the model, it has the copy: TRL asks `trainer.model` for the
+    reference, and a loss of sentence-transformers is a module that holds the model."""
+    if copied is model:
+        yield
+        return
+    own = [value for value in vars(trainer).values() if value is not model]
+    own += [value for held in own if isinstance(held, dict) for value in held.values()]
+    holding = [
+        (module._modules, name)
+        for value in own
+        if isinstance(value, nn.Module)
+        for module in value.modules()
+        for name, child in module._modules.items()
+        if child is model and module is not trainer.model_wrapped
+    ]
+    trainer.model = copied
+    for modules, name in holding:
+        modules[name] = copied
+    try:
+        yield
+    finally:
+        trainer.model = model
+        for modules, name in holding:
+            modules[name] = model
 
 
 def check_options(trainer: Any) -> None:
