@@ -144,6 +144,26 @@ def test_what_estimates_leave_out_is_learnt_from_the_first_prediction() -> None:
     assert found is not None and found.candidate.plan.short() == kinds[15]
 
 
+class _Tightened(_Scratch):
+    """Each has a slower schedule, for which there is room."""
+
+    def tighter(self, candidate: Candidate, missing_bytes: int) -> Candidate | None:
+        if candidate.peak_bytes == 40:
+            return None
+        return Candidate(candidate.setting, None, 40, candidate.seconds + 1, Work(1))
+
+
+def test_what_three_estimates_leave_out_alike_is_believed() -> None:
+    """While each prediction of a large model takes seconds."""
+    some = [Setting((Offer(Offload(share=n / 32), ""),)) for n in range(1, 33)]
+    kinds = [s.plan().short() for s in some]
+    known = _Tightened(dict.fromkeys(kinds, 50))
+    found = search(known, some, 100, Circumstances("cuda", batch_norm=False))  # type: ignore[arg-type]
+    assert found is not None and found.predicted.needed_bytes == 90
+    assert found.candidate.plan.short() == kinds[0]  # the fastest
+    assert len(known.predicted) == 4  # 13 before
+
+
 class _Bounded(_Known):
     """Bytes by kind: what no plan is below, and what the smallest needs."""
 

@@ -50,8 +50,11 @@ _PATIENCE = 12
 _UNLIKELY = 1.05
 """Of the limit: a candidate that needs so much, with what estimates of the same passes left out, is
 put aside: predicted only where nothing else fits."""
+_ALIKE, _SURELY = 3, 1.005
+"""Predictions of the same passes after which the same is said of a candidate that needs so much of
+the limit: if what estimates left out differed by less than that."""
 _LIKELIEST = 8
-"""Of those that were put aside, how many are predicted in the end."""
+"""Of those that were put aside, how many are predicted in the end, if `_PATIENCE` was used up."""
 
 _SMALLEST = 3
 """Settings that can be applied and are estimated to need least, of which the smallest is sought."""
@@ -213,10 +216,11 @@ def _fastest(
     """Of equally lossy ones, best first.
 
     Scratch memory of kernels, for one, is in predictions alone. After `_PATIENCE` predictions that
-    do not fit, the next estimate is taken to leave out as much as others of the same passes did, at
-    least. Else each of hundreds of settings is predicted `TRIES` times before a budget is refused.
+    do not fit, or `_ALIKE` whose estimates left out as much, the next estimate is taken to leave
+    out as much as others of the same passes did, at least. Else each of hundreds of settings is
+    predicted `TRIES` times before a budget is refused.
     """
-    left_out: dict[Scales, int] = {}
+    left_out: dict[Scales, list[int]] = {}
     failed = 0
     unlikely: list[tuple[int, Candidate]] = []
     queue: list[tuple[float, int, Setting, Candidate | None, Candidate | None, int, int]] = []
@@ -243,8 +247,11 @@ def _fastest(
             again = (candidate.seconds, number, setting, None, candidate, missing, tries - 1)
             heapq.heappush(queue, again)
             continue
-        foreseen = candidate.peak_bytes + left_out.get(setting.scales, 0)
-        if failed >= _PATIENCE and foreseen > _UNLIKELY * limit_bytes:
+        seen = left_out.get(setting.scales, [])
+        foreseen = candidate.peak_bytes + min(seen, default=0)
+        alike = len(seen) >= _ALIKE and max(seen) - min(seen) <= (_SURELY - 1) * limit_bytes
+        unlikely_from = _SURELY if alike else _UNLIKELY if failed >= _PATIENCE else math.inf
+        if foreseen > unlikely_from * limit_bytes:
             unlikely.append((foreseen, candidate))
             missing = foreseen - limit_bytes
             again = (candidate.seconds, number, setting, None, candidate, missing, tries - 1)
@@ -254,7 +261,7 @@ def _fastest(
         if predicted is None:
             continue
         more = max(predicted.needed_bytes - candidate.peak_bytes, 0)
-        left_out[setting.scales] = min(left_out.get(setting.scales, more), more)
+        left_out.setdefault(setting.scales, []).append(more)
         over = predicted.needed_bytes - limit_bytes
         if over <= 0:
             found_now = Found(candidate, predicted)
@@ -276,7 +283,10 @@ def _fastest(
             skipped[number] = first, less + missing
         again = (candidate.seconds, number, setting, None, candidate, missing, tries - 1)
         heapq.heappush(queue, again)
-    return _likeliest(estimates, unlikely, limit_bytes, below_seconds) if kept is None else kept
+    if kept is not None:
+        return kept
+    tries = _LIKELIEST + max(_PATIENCE - failed, 0)
+    return _likeliest(estimates, unlikely, limit_bytes, below_seconds, tries)
 
 
 def _likeliest(
@@ -284,9 +294,10 @@ def _likeliest(
     unlikely: list[tuple[int, Candidate]],
     limit_bytes: int,
     below_seconds: float,
+    tries: int,
 ) -> Found | None:
     """One that fits after all, among those that need least by what their estimates left out."""
-    for _, candidate in sorted(unlikely, key=lambda one: one[0])[:_LIKELIEST]:
+    for _, candidate in sorted(unlikely, key=lambda one: one[0])[:tries]:
         predicted = estimates.predict(candidate)
         if predicted is not None and predicted.needed_bytes <= limit_bytes:
             found = Found(candidate, predicted)
