@@ -71,15 +71,23 @@ def peak() -> Callable[..., Peak]:
         import shoestring as ss
 
         if isinstance(model, str):
-            from shoestring.integrations.configurations import Configured, loss_of
+            from shoestring.integrations.configurations import PREFIXES, Configured, loss_of
 
+            unknown = [name for name in how if name not in Configured.__dataclass_fields__]
+            if unknown or not model.startswith(PREFIXES):
+                what = f"take {unknown[0]}=" if unknown else f"know the configuration {model}"
+                raise ss.InputError(
+                    f"peak of a configuration does not {what}",
+                    hint="peak('hf:FOLDER', tokens=…, batch=…, lora=…, quantize=…, dtype=…), or "
+                    "peak(model, batch, loss=…, optimizer=…, device=…)",
+                )
             size = {} if batch is None else {"batch": batch}
             model, batch = Configured(model, **size, **how).build()
             loss = loss or loss_of
         elif how or loss is None:
             raise ss.InputError(
                 f"peak of a model does not take {next(iter(how), 'no loss')}",
-                hint="peak(model, batch, loss=…, optimizer=…, device=…)",
+                hint="peak(model, batch, loss=…, optimizer=…, device=…, techniques=…)",
             )
         found = ss.profile(
             model, batch, loss=loss, optimizer=optimizer, accounting="device", device=device,

@@ -104,6 +104,20 @@ FACTORIES = """
         return 0.5
 
 
+    def moved():
+        return build().to("cpu").bfloat16()
+
+
+    def of_values():
+        assert build()[0].weight.detach().numpy().std() > 0
+        return build()
+
+
+    def pair():
+        return build(), square
+
+
+    a_model = nn.Linear(4, 2)
     constant = 5
 """
 
@@ -408,6 +422,18 @@ class TestImported:
         squared = run(*command, "--loss", "cli_factories:square").data["stored_activation_bytes"]
         assert squared == plain + 4 * 6 * 2
 
+    def test_a_model_that_the_factory_converts(self, run: Run) -> None:
+        data = run("profile", "cli_factories:moved", "--input", "6x4:bfloat16", "--json").data
+        assert data["model_bytes"] == 2 * data["parameters"]
+
+    @pytest.mark.filterwarnings("always:.*built with memory")
+    def test_a_factory_that_reads_values_gets_some(self, run: Run) -> None:
+        plain = run("profile", "cli_factories:build", "--input", "6x4", "--json").data
+        ran = run("profile", "cli_factories:of_values", "--input", "6x4", "--json")
+        assert ran.data["peak_bytes"] == plain["peak_bytes"]
+        assert "numpy() is not supported" in ran.err
+        assert ran.err.endswith("it was built with memory for its weights\n")
+
     def test_progress_of_what_is_slow(self, run: Run) -> None:
         ran = run("profile", "cli_factories:slow", "--input", "6x4")
         assert ran.status == 0
@@ -426,6 +452,10 @@ MISTAKES = {
     "profile cli_factories:leaves --input 2x4": ("raised SystemExit: 3", "factory"),
     "profile cli_factories:a_number --input 2x4": ("returned int", "torch.nn.Module"),
     "profile cli_factories:takes_one --input 2x4": ("'width'", "without arguments"),
+    "profile cli_factories:pair --input 2x4": ("returned tuple", "--loss"),
+    "profile cli_factories:a_model --input 2x4": ("is a model", "function that returns it"),
+    "profile models/my-own.py:build --input 2x4": ("'models/my-own'", "my-own:build, in the fold"),
+    "cards cli_factories:build": ("not a configuration", "--input"),
     "profile cli_factories:nobody --input 2x4": ("no callable 'nobody'", "module:factory"),
     "profile cli_factories:constant --input 2x4": ("no callable 'constant'", "module:factory"),
     "profile no_such_module:build --input 2x4": ("'no_such_module'", "importable"),

@@ -365,3 +365,17 @@ def test_a_timm_model(vision: str) -> None:
         assert ss.will_it_fit("timm:vit_tiny_patch16_224", "8 GB", batch=2).fits
         with pytest.raises(ss.InputError, match="timm has no model"):
             ss.will_it_fit("timm:nothing", "8 GB")
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ((torch.nn.Linear(2, 2), "8 GB"), "named by text, got a Linear"),
+        (("hf:somewhere", "8 GB", {"tokens": "many"}), "tokens cannot be 'many'"),
+        (("hf:somewhere", "8 GB", {"lora": 16}), "lora cannot be 16"),
+    ],
+)
+def test_arguments_of_another_type_are_one_line(given: Any, told: str) -> None:
+    model, budget, *how = given
+    with pytest.raises(ss.InputError, match=told):
+        ss.will_it_fit(model, budget, **dict(*how))

@@ -180,6 +180,28 @@ def test_a_summed_loss_is_logged_as_the_sum_and_a_mean_by_examples(tmp_path: Pat
         assert other == pytest.approx(one, rel=1e-4)
 
 
+class Counting(Module):
+    """Its loss weighs less with every batch that it counted itself."""
+
+    seen = 0
+
+    def training_step(self, batch: Any, number: int) -> Any:
+        loss = super().training_step(batch, number)["loss"] / (1 + self.seen)
+        self.seen += 1
+        return loss
+
+
+@pytest.mark.parametrize(
+    "own", [{"plan": [ss.Microbatching(3, units="examples")]}, {"budget": "1 GB"}]
+)
+def test_microbatches_count_as_one_batch(tmp_path: Path, own: Any) -> None:
+    _, plain, expected = fitted(tmp_path / "a", module=Counting(sgd=True))
+    _, module, found = fitted(tmp_path / "b", BudgetCallback(**own), module=Counting(sgd=True))
+    assert module.seen == plain.seen == 10
+    for one, other in zip(expected, found, strict=True):
+        assert other == pytest.approx(one, rel=1e-4)
+
+
 def test_a_budget_holds_and_the_model_is_given_back(tmp_path: Path) -> None:
     _, model, expected = fitted(tmp_path / "a")
     words = torch.randint(50, (8, 12))

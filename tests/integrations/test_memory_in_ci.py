@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -102,3 +103,18 @@ def test_a_peak_compares_with_text() -> None:
     assert peak != "9 GB" and not peak < 5
     with pytest.raises(ss.SizeError):
         assert peak < "8 gigs"
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "told"),
+    [
+        ("models:build", {"input": "8x3"}, "does not take input="),
+        ("models:build", {}, "does not know the configuration models:build"),
+        ("hf:somewhere", {"token": 64}, "does not take token="),
+    ],
+)
+def test_wrong_arguments_of_a_peak_are_one_line(
+    peak: Any, name: str, given: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(ss.InputError, match=told):
+        peak(name, **given)

@@ -375,6 +375,76 @@ def test_what_a_training_step_returns_is_logged(tmp_path: Path) -> None:
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
+class Distilled(transformers.Trainer):
+    """Counts its batches, and asks `self.model`, switched for a moment, as TRL does for DPO."""
+
+    batches = 0
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        returned = super().training_step(*args, **kwargs)
+        self.batches += 1
+        return returned
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        weight = 1.0 / (1 + self.batches)
+        found = model(input_ids=inputs["input_ids"]).logits
+        held = [p for p in self.model.parameters() if p.requires_grad]
+        for parameter in held:
+            parameter.requires_grad_(False)
+        reference = self.model(input_ids=inputs["input_ids"][:, :4]).logits
+        assert float(reference.detach().abs().max()) < 1e3 and not reference.requires_grad
+        for parameter in held:  # not after an error, as a context of PEFT's
+            parameter.requires_grad_(True)
+        return weight * (found[:, :4] - 0.9 * reference).square().mean()
+
+
+class BudgetDistilled(Budgeted, Distilled):
+    pass
+
+
+@pytest.mark.parametrize(
+    "own", [{"plan": [ss.Microbatching(4, units="examples")]}, {"budget": "1 GB"}]
+)
+def test_a_trainer_that_counts_and_asks_its_own_model(tmp_path: Path, own: Any) -> None:
+    plain, expected = trained(Distilled, tmp_path / "a")
+    planned, found = trained(BudgetDistilled, tmp_path / "b", **own)
+    assert planned.batches == plain.batches == plain.state.global_step
+    for one, other in zip(expected[:-1], found[:-1], strict=True):
+        assert other["loss"] == pytest.approx(one["loss"], rel=1e-3)
+    assert all(p.requires_grad for p in planned.model.parameters())
+
+
+class Held(torch.nn.Module):
+    """A loss that holds the model, as those of sentence-transformers do."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs: Any) -> torch.Tensor:
+        return self.model(**inputs).loss
+
+
+class OfItsOwn(transformers.Trainer):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.losses = {"only": Held(self.model)}
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.losses["only"](inputs)
+
+
+class BudgetOfItsOwn(Budgeted, OfItsOwn):
+    pass
+
+
+def test_a_loss_that_holds_the_model_is_planned(tmp_path: Path) -> None:
+    plain, expected = trained(OfItsOwn, tmp_path / "a", max_steps=3)
+    planned, found = trained(BudgetOfItsOwn, tmp_path / "b", max_steps=3, budget="1 GB")
+    assert found == expected and same_weights(plain, planned)
+    assert planned.losses["only"].model is planned.model
+
+
 class Classifier(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -159,6 +159,36 @@ def test_update_and_zero_grad_by_hand() -> None:
     assert step.why_not_captured == "the model is not on CUDA"
 
 
+def test_gradients_of_a_backward_pass_before_it_are_added_to() -> None:
+    """A penalty on the weights, say: as the plain loop adds them."""
+    expected, _, _ = trained_with_penalty(None)
+    model, _, step = trained_with_penalty([ss.Checkpointing("residual-1")])
+    assert step is not None
+    assert_same(model, expected, True)
+    penalty(model).backward()
+    with pytest.warns(RuntimeWarning, match=r"drops gradients .* update=False\) adds"):
+        step(built()[3][0])
+
+
+def penalty(model: nn.Module) -> torch.Tensor:
+    return sum((p.square().sum() for p in model.parameters()), start=torch.zeros(()))
+
+
+def trained_with_penalty(plan: Any) -> tuple[nn.Module, Any, ss.Step | None]:
+    model, optimizer, loss, batches = built()
+    step = None if plan is None else ss.apply(plan, model, optimizer, loss=loss)
+    for batch in batches:
+        penalty(model).backward()
+        if step is not None:
+            step(batch, update=False)
+            step.update()
+        else:
+            loss(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return model, optimizer, step
+
+
 def test_gradients_that_wait_are_not_saved() -> None:
     model, optimizer, loss, batches = built()
     step = ss.apply([], model, optimizer, loss=loss)

@@ -51,6 +51,12 @@ def predict(**settings: Any) -> ss.MemoryProfile:
     return ss.profile(model, small_batch(), loss=loss, optimizer=optimizer, **settings)
 
 
+def test_profiles_compare_by_value() -> None:
+    one = predict()
+    assert one == ss.MemoryProfile.from_dict(one.to_dict())
+    assert one != predict(techniques=[ss.Microbatching(2)])
+
+
 def test_the_example_of_the_design() -> None:
     model, batch = small_model(), small_batch()
     before = [p.detach().clone() for p in model.parameters()]

@@ -86,7 +86,9 @@ def cards(
 
         if not model.startswith(PREFIXES):
             raise InputError(
-                f"{model} is not a configuration", hint="hf:FOLDER, hf:NAME or timm:NAME"
+                f"{model} is not a configuration",
+                hint="hf:FOLDER, hf:NAME or timm:NAME; of a factory, shoestring plan "
+                f"{model} --input 8x3x224x224 --budget '24 GB' says whether it fits",
             )
         check_places(page=html)
         found = sized(

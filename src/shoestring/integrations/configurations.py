@@ -59,6 +59,13 @@ class Configured:
     quantize: str | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise InputError(
+                f"a configuration is named by text, got a {type(self.name).__name__}",
+                hint="hf:FOLDER, hf:NAME or timm:NAME; of a model of yours, ss.plan(…, budget=…)",
+            )
+        if not isinstance(self.lora, str | None):
+            raise InputError(f"lora cannot be {self.lora!r}", hint='text, such as lora="r=16"')
         if self.dtype is not None and self.dtype not in DTYPES:
             raise InputError(f"unknown type {self.dtype!r}", hint="one of " + ", ".join(DTYPES))
         if self.quantize not in (None, "nf4"):
@@ -66,8 +73,8 @@ class Configured:
         if self.quantize is not None:
             self._check_frozen()
         for what, size in (("batch", self.batch), ("tokens", self.tokens)):
-            if not 1 <= size <= 10**9:
-                raise InputError(f"{what} cannot be {size}", hint="a whole number from 1 to 10^9")
+            if not isinstance(size, int) or not 1 <= size <= 10**9:
+                raise InputError(f"{what} cannot be {size!r}", hint="a whole number from 1 to 10^9")
 
     def _check_frozen(self) -> None:
         if self.lora is None:

@@ -202,6 +202,28 @@ class Part:
     loss: torch.Tensor | None = None
 
 
+class BatchCount:
+    """Whole numbers of an object that count its batches: the parts of a batch count as one.
+
+    What grows by one in a part is such a number; any other sum is of all parts.
+    """
+
+    def __init__(self, owner: object) -> None:
+        self._owner = owner
+        self._before = _whole_numbers(owner)
+
+    def part_begins(self) -> None:
+        """Take back what the part before it counted."""
+        for name, value in _whole_numbers(self._owner).items():
+            before = self._before.get(name, getattr(type(self._owner), name, None))
+            if type(before) is int and value == before + 1:
+                setattr(self._owner, name, before)
+
+
+def _whole_numbers(owner: object) -> dict[str, int]:
+    return {name: value for name, value in vars(owner).items() if type(value) is int}
+
+
 def of_whole(values: list[Any], parts: list[Part], total: torch.Tensor) -> Any:
     """The value a batch logs, by its microbatches' values; if these are not numbers, the last.
 

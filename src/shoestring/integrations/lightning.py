@@ -27,6 +27,7 @@ from ..techniques.plan import Plan
 from ..trace.fakes import unwrapped
 from ..trace.split import examples_of
 from .hosted import (
+    BatchCount,
     Part,
     Undo,
     Wanted,
@@ -239,7 +240,9 @@ class _MeanLogs:
         following = next(given, None)
         if following is not None:
             self._module.log = self._note
+        count = BatchCount(self._module)
         while part is not None:
+            count.part_begins()
             summed = isinstance(part[1], float) and part[1] == 1.0  # as all parts of a sum weigh
             self.part = Part(_examples(part[0]) if summed or part[1] is None else part[1])
             yield part

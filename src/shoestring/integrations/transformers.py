@@ -10,7 +10,8 @@ For another trainer, such as TRL's: `class BudgetSFT(Budgeted, SFTTrainer): pass
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from ..techniques.plan import Plan
 from ..trace.fakes import unwrapped
 from ..units import format_size
 from .hosted import (
+    BatchCount,
     Part,
     Wanted,
     as_given,
@@ -101,6 +103,7 @@ class Budgeted:
     ) -> torch.Tensor:
         """Forward and backward passes of one batch; gradients are left to the Trainer."""
         batch = self._prepare_inputs(inputs), num_items_in_batch
+        self._count = BatchCount(self)
         if not self._goes_on(self._bare(model)):
             self._start(model, batch)
         assert self.step is not None
@@ -146,9 +149,11 @@ class Budgeted:
             found: list[torch.Tensor] = []
             trainer.accelerator.backward = lambda value, **others: found.append(value)
             self._parts.append(_Part(self._units(inputs)))
+            self._count.part_begins()
             self._in_step = True
             try:
-                returned = passes(model if given is bare else given, dict(inputs), items)
+                with _in_place(trainer, bare, given):
+                    returned = passes(model if given is bare else given, dict(inputs), items)
             finally:
                 self._in_step = False
                 del trainer.accelerator.backward
@@ -317,6 +322,34 @@ class Budgeted:
 
 class BudgetTrainer(Budgeted, transformers.Trainer):
     """`transformers.Trainer` within a budget: `BudgetTrainer(…, budget="24 GB")`."""
+
+
+@contextmanager
+def _in_place(trainer: Any, model: nn.Module, copied: nn.Module) -> Iterator[None]:
+    """Wherever a trainer has the model, it has the copy: TRL asks `trainer.model` for the
+    reference, and a loss of sentence-transformers is a module that holds the model."""
+    if copied is model:
+        yield
+        return
+    own = [value for value in vars(trainer).values() if value is not model]
+    own += [value for held in own if isinstance(held, dict) for value in held.values()]
+    holding = [
+        (module._modules, name)
+        for value in own
+        if isinstance(value, nn.Module)
+        for module in value.modules()
+        for name, child in module._modules.items()
+        if child is model and module is not trainer.model_wrapped
+    ]
+    trainer.model = copied
+    for modules, name in holding:
+        modules[name] = copied
+    try:
+        yield
+    finally:
+        trainer.model = model
+        for modules, name in holding:
+            modules[name] = model
 
 
 def check_options(trainer: Any) -> None:

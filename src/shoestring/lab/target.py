@@ -6,9 +6,11 @@ import importlib
 import inspect
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any
 
 import torch
@@ -18,8 +20,9 @@ from ..errors import InputError, first_line
 from ..integrations.configurations import PREFIXES, Configured, loss_of
 from ..techniques.plan import Plan, from_flags
 from ..torch_private.dispatch import TorchDispatchMode
-from ..torch_private.fake_tensors import FakeTensorMode
+from ..torch_private.fake_tensors import FakeTensorMode, converted_in_place
 from ..torch_private.trees import tree_leaves
+from ..trace.failures import unlogged
 from .models import builtin
 
 _TYPES = {
@@ -197,8 +200,11 @@ def _imported(
     size = batch if batch is not None else specs[0].shape[0]
     with _importing_from_here():
         loss_function = default_loss if loss is None else _load(loss, "function")
-    with nullcontext() if real else _building():
-        model = build(name)
+    if real:
+        model, fake = build(name), False
+    else:
+        model, fake = _built_fake(name)
+    with _building() if fake else nullcontext():
         shapes = [s.shape if batch is None else (batch, *s.shape[1:]) for s in specs]
         tensors = [_make(s, shape, real) for s, shape in zip(specs, shapes, strict=True)]
     data: Any = tuple(tensors)
@@ -207,6 +213,25 @@ def _imported(
     data = _part(plan, data)
     checked = loss_function if real else _checking_types(loss_function)
     return Target(name, model, data, checked, "sgd", size, "examples")
+
+
+def _built_fake(name: str) -> tuple[nn.Module, bool]:
+    """The model on fake tensors, and whether it is.
+
+    A factory that wants values (for numpy, from a file of weights) is called again, with memory.
+    """
+    try:
+        with _building(), unlogged():
+            return build(name), True
+    except InputError as error:
+        if error.__cause__ is None or isinstance(error.__cause__, (SystemExit, TypeError)):
+            raise
+        try:
+            made = build(name)
+        except InputError:
+            raise error from error.__cause__
+        warnings.warn(f"{error.message}: it was built with memory for its weights", stacklevel=2)
+        return made, False
 
 
 def build(name: str, **sizes: int) -> nn.Module:
@@ -219,6 +244,8 @@ def build(name: str, **sizes: int) -> nn.Module:
     hint = f"the factory {called} and returns a torch.nn.Module"
     with _importing_from_here():  # a factory may import what lies beside it
         factory = _load(name)
+        if isinstance(factory, nn.Module):
+            raise InputError(f"{name} is a model", hint="name a function that returns it")
         try:
             model = factory(**_taken(factory, sizes))
         except InputError:
@@ -227,6 +254,8 @@ def build(name: str, **sizes: int) -> nn.Module:
             raise InputError(
                 f"{name} raised {type(error).__name__}: {first_line(error)}", hint=hint
             ) from error
+    if isinstance(model, tuple) and any(isinstance(part, nn.Module) for part in model):
+        hint = "return the model alone, and name the loss by --loss package.module:function"
     if not isinstance(model, nn.Module):
         raise InputError(
             f"{name} returned {type(model).__name__}, not a torch.nn.Module", hint=hint
@@ -320,9 +349,15 @@ def _load(name: str, kind: str = "factory") -> Callable[..., Any]:
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
+        hint = f"write package.module:{kind}, importable from here"
+        if module_name.endswith(".py"):
+            path = PurePath(module_name)
+            hint = f"write {path.stem}:{attribute}, in the folder {path.parent}"
+        elif isinstance(error, SystemExit):
+            hint = 'put what the script runs under if __name__ == "__main__":'
         raise InputError(
             f"cannot import {module_name!r}: {type(error).__name__}: {first_line(error)}",
-            hint=f"write package.module:{kind}, importable from here",
+            hint=hint,
         ) from error
     found: Any = module
     for part in attribute.split("."):
@@ -346,15 +381,8 @@ class _Initializing(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class _building:
+@contextmanager
+def _building() -> Iterator[None]:
     """Build on fake tensors, so that nothing is allocated however large the model is."""
-
-    def __enter__(self) -> None:
-        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self._answers = _Initializing()
-        self._mode.__enter__()
-        self._answers.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._answers.__exit__(*error)
-        self._mode.__exit__(*error)
+    with FakeTensorMode(allow_non_fake_inputs=True), _Initializing(), converted_in_place():
+        yield

@@ -40,6 +40,12 @@ class Timeline(PlainValues):
     changes: tuple[Change, ...]
     """Bytes that come and go, with the module they are of."""
 
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Timeline):
+            return NotImplemented
+        same = self.labels == other.labels and self.changes == other.changes
+        return same and np.array_equal(self.bytes_by_role, other.bytes_by_role)
+
     @property
     def totals(self) -> np.ndarray:
         """Live bytes at each instant."""

@@ -16,7 +16,7 @@ from ..techniques.plan import Plan
 from ..torch_private.cuda_memory import at_most, expand_segments
 from ..trace.batches import tensors_of
 from ..trace.streams import kept_streams
-from ..units import format_size, plural
+from ..units import format_size
 
 if TYPE_CHECKING:
     from .step import Step
@@ -65,7 +65,7 @@ class Hold:
         """
         for number in range(RETRIES):
             undo = self._undo()
-            waiting = self._step.accumulated
+            waiting = self._step._waiting
             try:
                 loss, peak_bytes = self._run(batch, update)
             except Exception as error:
@@ -77,8 +77,7 @@ class Hold:
             # Only now: the error's traceback held the tensors of the step.
             message = self._failed(undo)
             if waiting:
-                before = plural(waiting, "batch", "batches")
-                message += f"; accumulated gradients of {before} before it are lost"
+                message += f"; accumulated {waiting} before it are lost"
                 raise BudgetError(message, hint=f"{_HINT}; then run those batches again")
             if self._limited and number == 0:
                 continue  # with an empty cache less lies between blocks that are used
@@ -134,7 +133,7 @@ class Hold:
                 return loss, None
             reached = most() - self._others_bytes
             return loss, reached if reached > before else None
-        kind = shapes_of(batch), update, bool(step.accumulated)
+        kind = shapes_of(batch), update, bool(step._waiting)
         self._seen[kind] = self._seen.get(kind, 0) + 1
         if kind in self._followed or self._seen[kind] < 2 or not step.steady:
             return step._run(batch, update), None

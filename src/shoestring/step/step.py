@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -51,6 +52,8 @@ class Step:
         self._in_place = False
         self._accumulated = 0
         """Batches whose gradients wait for an update."""
+        self._told = False
+        """That gradients of the user's own were dropped."""
         self._updates = 0
         self._norm: torch.Tensor | None = None
         """Always the same tensor: a captured step writes into it, too."""
@@ -94,8 +97,8 @@ class Step:
         Such steps are not captured as CUDA graphs.
         """
         self._check_gradients_wait("accumulated", not update)
-        if not self.accumulated:
-            self._drop_gradients()  # a backward pass of the user's own may have left some
+        if not self.accumulated and (update or not self._adds_plainly):
+            self._drop_others()
         with self._on_model_device():
             if self._hold is None:
                 return self._run(batch, update)
@@ -122,6 +125,32 @@ class Step:
         if self._accumulated and all(p.grad is None for p in self.model.parameters()):
             self._accumulated = 0
         return self._accumulated
+
+    @property
+    def _waiting(self) -> str:
+        """Which gradients wait for an update, in words; "" where none does."""
+        if self.accumulated:
+            return "gradients of " + plural(self._accumulated, "batch", "batches")
+        left = any(p.grad is not None for p in self.model.parameters())
+        return "gradients of your own backward pass" if left else ""
+
+    @property
+    def _adds_plainly(self) -> bool:
+        """Whether gradients of a backward pass of the user's own can be added to."""
+        return self._setup.loss_scale is None and self._setup.arrivals is None
+
+    def _drop_others(self) -> None:
+        """Gradients that a backward pass of the user's own left."""
+        if not self._told and self._waiting:
+            self._told = True
+            hint = ": step(batch, update=False) adds to them" if self._adds_plainly else ""
+            warnings.warn(
+                f"the step drops gradients that were there before it{hint}; if they are old, call "
+                "optimizer.zero_grad() first",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        self._drop_gradients()
 
     @property
     def clip(self) -> Clip | None:
@@ -232,7 +261,7 @@ class Step:
         Returns:
             The peak, and the live bytes at the peak by role.
         """
-        if not self.accumulated:
+        if update and not self.accumulated:
             self._drop_gradients()
         gc.collect()
         if next(self.model.parameters()).device.type == "cuda":
@@ -305,13 +334,13 @@ class Step:
         entering: Callable[[Phase], None] = lambda phase: None,
         update: bool = True,
     ) -> torch.Tensor:
+        waiting = self._waiting
         try:
             return self._computed(batch, entering, update)
         except BaseException as error:  # the next step must not add to what this one left
-            if self._accumulated:
+            if waiting:
                 error.add_note(
-                    f"gradients of {plural(self._accumulated, 'batch', 'batches')} that were "
-                    "accumulated before are dropped, too: run those batches again"
+                    f"{waiting} that were accumulated before are dropped, too: run those again"
                 )
             self._drop_gradients()
             forget_failed_backward()

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
+import torch.utils
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -50,6 +54,28 @@ def as_parameter(fake: FakeTensor, requires_grad: bool) -> FakeTensor:
     return fake
 
 
+@contextmanager
+def converted_in_place() -> Iterator[None]:
+    """Have `Module.to`, `.half` and the like convert fake parameters.
+
+    PyTorch swaps them with others, which it refuses where a tensor has weak references; a fake mode
+    itself holds some.
+    """
+    plain = torch.utils.swap_tensors
+
+    def swapped(one: torch.Tensor, other: torch.Tensor) -> None:
+        if isinstance(one, FakeTensor):
+            one.data = other.data
+        else:
+            plain(one, other)
+
+    torch.utils.swap_tensors = swapped
+    try:
+        yield
+    finally:
+        torch.utils.swap_tensors = plain
+
+
 __all__ = [
     "DataDependentOutputException",
     "DynamicOutputShapeException",
@@ -59,6 +85,7 @@ __all__ = [
     "UnsupportedOperatorException",
     "as_parameter",
     "constant_of",
+    "converted_in_place",
     "forget_constant",
     "make_fake",
 ]

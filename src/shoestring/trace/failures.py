@@ -46,7 +46,7 @@ def user_code() -> Iterator[None]:
 def named_failures(recorder: Recorder | None = None) -> Iterator[None]:
     """Tell what fake tensors cannot do from what the user's own code did wrong."""
     try:
-        with user_code(), _unlogged():
+        with user_code(), unlogged():
             yield
     except InputError as error:
         cause = error.__cause__
@@ -71,7 +71,7 @@ def named_failures(recorder: Recorder | None = None) -> Iterator[None]:
 
 
 @contextmanager
-def _unlogged() -> Iterator[None]:
+def unlogged() -> Iterator[None]:
     """PyTorch logs what a shape function raises, with its traceback; here it is an error."""
     logger = logging.getLogger(FAKE_TENSORS)
     disabled, logger.disabled = logger.disabled, True
