@@ -135,14 +135,14 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with without_modes():
             real = origin.made()
         like = next(t for t in tensors_of(args) if isinstance(t, FakeTensor))
-        return tree_map(lambda leaf: _twin(leaf, like), real)
+        return tree_map(lambda leaf: _faked(leaf, like), real)
     out = result(func, args, kwargs)
     if origin is not None and isinstance(out, FakeTensor) and not out.is_inference():
         _origins[out] = replace(origin, version=out._version)
     return out
 
 
-def _twin(real: Any, like: FakeTensor) -> Any:
+def _faked(real: Any, like: FakeTensor) -> Any:
     """A fake copy of a tensor, on the device of another one."""
     if not isinstance(real, torch.Tensor):
         return real
@@ -163,7 +163,7 @@ def _positions(indices: Any) -> list[Any]:
             continue
         with without_modes():
             picked = origin.made().nonzero().unbind(1)
-        found.extend(_twin(positions, index) for positions in picked)
+        found.extend(_faked(positions, index) for positions in picked)
     return found
 
 

@@ -45,7 +45,7 @@ from .values import TOLERANCES, Bent, Failed, Values, Watched
 CUTS = (1, 2)
 """Where a few examples are cut in two; a cut that does not run (of one example) is left out."""
 TIMES = 2.0, 8.0, 32.0, 128.0
-"""What weights are multiplied by, so that examples are told apart as after training."""
+"""Factors to the weights, so that examples are told apart as after training."""
 COARSE = 1e-3
 """Relative error that such weights may make of FP32's rounding."""
 GRADIENT_ELEMENTS = 2**20

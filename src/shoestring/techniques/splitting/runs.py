@@ -52,7 +52,7 @@ class CopyRuns:
         self.within: Callable[[], AbstractContextManager[Any]] = nullcontext
         """Entered by each run."""
         self.times = 1.0
-        """What weights are multiplied by."""
+        """The factor to the weights."""
         trained = [p for p in model.parameters() if p.requires_grad and p.numel()]
         self._zeros = [p for p in trained if not bool(p.detach().any())]
         self._scaled = [p for p in trained if wide or p.numel() <= _SCALED_ELEMENTS]
