@@ -205,7 +205,7 @@ class Part:
 class BatchCount:
     """Whole numbers of an object that count its batches: the parts of a batch count as one.
 
-    Such a number grows by one in a part; any other sum is of all parts.
+    A number that grows by one in each part is such a count; other sums stay those of all parts.
     """
 
     def __init__(self, owner: object) -> None:
