@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from functools import cache
 from typing import Any
 
 import pytest
@@ -37,6 +39,30 @@ class OfPacked(Packed):
         embedded = nn.utils.rnn.PackedSequence(self.embed(x.data), *x[1:])
         out, _ = nn.utils.rnn.pad_packed_sequence(self.lstm(embedded)[0])
         return self.out(out.mean(0))
+
+
+class Scripted(nn.Module):
+    """A function in TorchScript that asks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _scripted()(self.linear(x))
+
+
+@cache
+def _scripted() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return torch.jit.script(_doubled)
+
+
+def _doubled(x: torch.Tensor) -> torch.Tensor:
+    if bool(x.abs().sum() > 0):
+        return torch.relu(x) * 2
+    return x
 
 
 class Block(nn.Module):
@@ -151,6 +177,7 @@ CASES: dict[str, tuple[Any, Any, Any]] = {
     ),
     "early exit": (EarlyExit, ROWS, square),
     "experts": (Experts, ROWS, square),
+    "scripted": (Scripted, ROWS, square),
     "masks": (Masking, ROWS, square),
     "graph": (Graph, (torch.randn(20, 16), torch.randint(20, (2, 60))), square),
     "matching": (Block, ROWS, matched),

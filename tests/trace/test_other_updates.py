@@ -193,3 +193,24 @@ def test_what_an_optimizer_keeps_beside_its_state_is_its_own() -> None:
     assert all(row.ok for row in found.comparisons)
     assert [slow.tolist() for slow in optimizer.slow] == before
     assert optimizer.steps == len(optimizer.seen) == 0
+
+
+class Bare(torch.optim.Optimizer):
+    """Passes on what another does, and was made without `Optimizer.__init__`."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.defaults = inner, inner.defaults
+        self.param_groups, self.state = inner.param_groups, inner.state
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+
+
+def test_an_optimizer_without_hooks_is_refused_by_verify_in_one_line() -> None:
+    model, batch = network(), torch.randn(8, 128)
+    given: dict[str, Any] = {
+        "loss": loss, "optimizer": Bare(torch.optim.SGD(model.parameters(), lr=0.1)),
+    }  # fmt: skip
+    assert ss.profile(model, batch, accounting="device", **given).peak_bytes > 0
+    with pytest.raises(ss.InputError, match=r"Bare is not built on torch\.optim"):
+        ss.verify([ss.Microbatching(4)], model, [batch], **given)

@@ -63,7 +63,13 @@ _SIGNS = ("data is not allocated yet", ".numpy() is not supported", "data pointe
 def reads_values(error: BaseException | None) -> bool:
     """Whether it was raised because a fake tensor holds no values."""
     found = isinstance(error, QUESTIONS)
-    return found or any(sign in str(error) for sign in _SIGNS)
+    text = str(error)
+    return found or any(sign in text for sign in _SIGNS) or _is_of_a_script(text)
+
+
+def _is_of_a_script(text: str) -> bool:
+    """What TorchScript makes of a question is an error without a message."""
+    return "in the TorchScript interpreter" in text and text.rstrip().endswith("RuntimeError:")
 
 
 _TAGS = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}

@@ -97,6 +97,12 @@ class Side:
         copy_gradient_hooks((old, mapping[id(old)]) for old in model.parameters())
         check_optimizer(optimizer)
         made = copied_optimizer(unwrapped(optimizer), mapping, {}, self._own)
+        if not hasattr(made, "_optimizer_step_pre_hooks"):
+            raise InputError(
+                f"{type(made).__name__} is not built on torch.optim.Optimizer, so no hook can tell "
+                "of its steps",
+                hint="call super().__init__(parameters, defaults) in its __init__",
+            )
         self.optimizer = made
         for parameter, state in optimizer.state.items():
             made.state[mapping[id(parameter)]] = copy.deepcopy(state)
