@@ -91,6 +91,27 @@ def test_the_gradient_of_a_view_of_the_batch_ends_with_the_step() -> None:
     assert x.grad is None
 
 
+def test_hooks_that_a_first_step_sets_within_are_taken_back() -> None:
+    """Hugging Face's models see hidden states by hooks, and note that they have them."""
+
+    class Collecting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.hooked, self.seen = nn.Linear(4, 4), False, [0]
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not self.hooked:
+                self.layer.register_forward_hook(lambda m, a, out: self.seen.append(1))
+                self.hooked = True
+            made: Tensor = self.layer(x)
+            return made
+
+    model = Collecting()
+    measure(model, torch.randn(2, 4), loss=lambda m, b: m(b).mean())
+    model(torch.randn(2, 4))
+    assert model.seen == [0, 1]
+
+
 def test_steps_are_real_and_taken_back() -> None:
     model, batch = nn.Linear(3, 2), torch.randn(4, 3)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)

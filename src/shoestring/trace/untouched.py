@@ -83,8 +83,11 @@ class Bystanders:
         self._reached.restore()
 
     def _called(self, module: nn.Module, _: Any) -> None:
-        if id(module) not in self._ours and id(module) not in self._modules:
-            self._modules[id(module)] = module, held_by(module)
+        if id(module) in self._ours or id(module) in self._modules:
+            return
+        for inner in module.modules():  # whose hooks its forward may set before it calls them
+            if id(inner) not in self._ours and id(inner) not in self._modules:
+                self._modules[id(inner)] = inner, held_by(inner)
 
     def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if id(optimizer) in self._optimizers:

@@ -167,7 +167,7 @@ class Proof:
 
     @cached_property
     def _another_noise(self) -> dict[str, RoundingNoise]:
-        """Another sample: one number whose terms cancel may round to what is exact."""
+        """Another sample: one number whose terms cancel may round to what is exact, by luck."""
         side = self.pair.like_plain(wide=False)
         made = trained_in_bits(side, "fp32", self.pair.data, seed=0)
         if made is None or self.pair.exact is None:
