@@ -68,7 +68,7 @@ def reads_values(error: BaseException | None) -> bool:
 
 
 def _is_of_a_script(text: str) -> bool:
-    """What TorchScript makes of a question is an error without a message."""
+    """TorchScript turns a question into an error without a message."""
     return "in the TorchScript interpreter" in text and text.rstrip().endswith("RuntimeError:")
 
 
