@@ -139,7 +139,7 @@ class Link:
         self._emptied = [None] * len(self.sizes)
 
     def follow(self) -> None:
-        """What is copied from here on waits for what is computed before."""
+        """Copies from here on wait for all that is computed before."""
         self.forget()
         if self._real:
             for stream in (self._in, self._out):
