@@ -34,7 +34,7 @@ _ALIGN = 512
 
 
 class HostSums:
-    """What the parts of a batch have added up so far, parameter by parameter."""
+    """Sums of what the parts of a batch had so far, parameter by parameter."""
 
     def __init__(self, folder: str, smallest: int, way: SumLink | None) -> None:
         """`way`: to the host and back beside a GPU; None beside the CPU."""
@@ -262,7 +262,7 @@ class SumLink:
                 stream.wait_stream(torch.cuda.current_stream())
 
     def wait(self) -> None:
-        """What is computed next finds nothing on its way."""
+        """All that is computed next finds nothing on its way."""
         if self._real:
             for stream in (self._in, self._out):
                 torch.cuda.current_stream().wait_stream(stream)

@@ -128,7 +128,7 @@ class Link:
         return wait
 
     def wait(self) -> None:
-        """What is computed next finds nothing on its way."""
+        """All that is computed next finds nothing on its way."""
         if self._real:
             for stream in (self._in, self._out):
                 torch.cuda.current_stream().wait_stream(stream)
