@@ -36,6 +36,7 @@ NEW: dict[str, Technique] = {
     "8-bit state": ss.OptimizerState(8, smallest=1),
     "4-bit state": ss.OptimizerState(4, smallest=1),
     "released": ss.GradientRelease(),
+    "summed on the host": ss.GradientRelease(sum="host", smallest=1),
     "on the host": ss.Offload(smallest=1),
     "weights on the host": ss.WeightOffload(smallest=1),
     "4-bit activations": ss.ActivationBits(4, smallest=1),
@@ -58,7 +59,9 @@ REFUSED: dict[frozenset[str], str] = {
     frozenset({"density 0.3", "on the host"}): "sparsity moves",
     frozenset({"density 0.3", "weights on the host"}): "sparsity moves",
     frozenset({"fp16", "released"}): "before precision knows",
+    frozenset({"fp16", "summed on the host"}): "before precision knows",
     frozenset({"compensated", "released"}): "compensated accumulation",
+    frozenset({"compensated", "summed on the host"}): "compensated accumulation",
 }
 """Pairs that do not go together → what the refusal says."""
 pytestmark = pytest.mark.filterwarnings("ignore::shoestring.errors.NoEffectWarning")

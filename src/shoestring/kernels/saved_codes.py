@@ -50,37 +50,53 @@ def encode(
     """Fill codes, and minimum and step of every group; piece by piece."""
     size = _piece(flat.numel())
     for start in _starts(flat, size):
-        part = flat[start : start + size]
-        first, count = start // GROUP, groups_of(part.numel())
-        numbers = part.new_empty(count * GROUP, dtype=torch.float32)
-        numbers[: part.numel()] = part
-        numbers[part.numel() :] = part[-1]
-        rows = numbers.view(count, GROUP)
-        if ranges is None:
-            rows = (rows > 0).float()
-        else:
-            low, high = rows.amin(1), rows.amax(1)
-            step = (high - low).div_(2**bits - 1)
-            ranges[first : first + count, 0], ranges[first : first + count, 1] = low, step
-            inverse = torch.where(step > 0, 1 / step, torch.where(step == 0, 0.0, step))
-            rows.sub_(low[:, None]).mul_(inverse[:, None])
-            drawn = random_bits(counter, 0, start, rows.numel())
-            rows.add_(noise_of(drawn, _SHIFT).view_as(rows)).floor_().clamp_(0, 2**bits - 1)
-        each = GROUP * bits // 8
-        codes[first * each : (first + count) * each] = _joined(rows, bits)
+        _encode_piece(flat[start : start + size], start, codes, ranges, bits, counter)
+
+
+def _encode_piece(
+    part: torch.Tensor,
+    start: int,
+    codes: torch.Tensor,
+    ranges: torch.Tensor | None,
+    bits: int,
+    counter: torch.Tensor,
+) -> None:
+    """A function of its own, so that nothing of a piece is there while the next one is encoded."""
+    first, count = start // GROUP, groups_of(part.numel())
+    numbers = part.new_empty(count * GROUP, dtype=torch.float32)
+    numbers[: part.numel()] = part
+    numbers[part.numel() :] = part[-1]
+    rows = numbers.view(count, GROUP)
+    if ranges is None:
+        rows = (rows > 0).float()
+    else:
+        low, high = rows.amin(1), rows.amax(1)
+        step = (high - low).div_(2**bits - 1)
+        ranges[first : first + count, 0], ranges[first : first + count, 1] = low, step
+        inverse = torch.where(step > 0, 1 / step, torch.where(step == 0, 0.0, step))
+        rows.sub_(low[:, None]).mul_(inverse[:, None])
+        drawn = random_bits(counter, 0, start, rows.numel())
+        rows.add_(noise_of(drawn, _SHIFT).view_as(rows)).floor_().clamp_(0, 2**bits - 1)
+    each = GROUP * bits // 8
+    codes[first * each : (first + count) * each] = _joined(rows, bits)
 
 
 def decode(codes: torch.Tensor, ranges: torch.Tensor | None, bits: int, flat: torch.Tensor) -> None:
     """Fill a tensor from codes; signs as ones and zeros."""
-    size, each = _piece(flat.numel()), GROUP * bits // 8
+    size = _piece(flat.numel())
     for start in _starts(flat, size):
-        part = flat[start : start + size]
-        first, count = start // GROUP, groups_of(part.numel())
-        rows = _apart(codes[first * each : (first + count) * each].view(count, -1), bits)
-        if ranges is not None:
-            low, step = ranges[first : first + count].unbind(1)
-            rows = rows.mul_(step[:, None]).add_(low[:, None])
-        part.copy_(rows.view(-1)[: part.numel()])
+        _decode_piece(codes, ranges, bits, flat[start : start + size], start)
+
+
+def _decode_piece(
+    codes: torch.Tensor, ranges: torch.Tensor | None, bits: int, part: torch.Tensor, start: int
+) -> None:
+    first, count, each = start // GROUP, groups_of(part.numel()), GROUP * bits // 8
+    rows = _apart(codes[first * each : (first + count) * each].view(count, -1), bits)
+    if ranges is not None:
+        low, step = ranges[first : first + count].unbind(1)
+        rows = rows.mul_(step[:, None]).add_(low[:, None])
+    part.copy_(rows.view(-1)[: part.numel()])
 
 
 def _starts(flat: torch.Tensor, size: int) -> Sequence[int]:

@@ -225,18 +225,22 @@ class DeviceEstimates:
         """Seconds of the passes, the update and the link, and how many of the link's overlap.
 
         Copies to the host overlap the forward pass, at least a quarter of the passes; those that
-        come back overlap the backward pass, two thirds of them. State overlaps the update; where
-        updates run in it, the backward pass of the last part. Weights overlap what is left of the
-        passes: each is brought in both.
+        come back overlap the backward pass, two thirds of them. Sums of gradients overlap that
+        of the parts before the last. State overlaps the update; where updates run in it, the
+        backward pass of the last part. Weights overlap what is left of the passes: each is
+        brought in both.
         """
         now, by = self.update(setting), setting.scales
-        again = (by.parts - 1) * (2 * now.model_bytes + 3 * now.gradient_bytes)
+        before = by.parts - 1
+        added = 3 * now.gradient_bytes + 5 * now.part_link_bytes
+        again = before * (2 * now.model_bytes + added)
         passes = work.times(1, by.width, by.parts) + Work(0, again, 0)
         step = self._costs.step_seconds(passes, by.number_type, captured=captured)
         update = self._costs.step_seconds(now.work, captured=captured)
         inside = any(t.updates_in_backward for t in setting.techniques)
         if not captured:
             host = (passes.launches if inside else 0) + now.work.launches + now.host_launches
+            host += before * now.part_launches
             least = self._costs.seconds_per_launch * host  # Python runs one after the other
             if inside:
                 step = max(step, least - update)
@@ -245,18 +249,20 @@ class DeviceEstimates:
         if self._by_norm and inside and by.parts == 1:  # once for the norm to clip by
             step *= 2
         link = now.link_bytes / self._costs.link_bytes_per_second
+        sums = before * now.part_link_bytes / self._costs.link_bytes_per_second
         if self.context.device != "cpu":
-            link /= _BOTH_WAYS
+            link, sums = link / _BOTH_WAYS, sums / _BOTH_WAYS
         saved = passes.link / self._costs.link_bytes_per_second  # each way
         brought = self._brought_bytes(setting) / self._costs.link_bytes_per_second
         if self.context.device == "cpu":  # a disk is read and written by who computes
-            return step, update, link + 2 * saved, 0.0
+            return step, update, link + sums + 2 * saved, 0.0
         once = step / 2 if self._by_norm and inside and by.parts == 1 else step
         back = min(saved, once * 2 / 3)
         under = update + ((once * 2 / 3 - back) / by.parts if inside else 0)
-        hidden = min(link, under) + min(saved, once / 4) + back
-        left = max(step - back - (min(link, under) if inside else 0), 0)
-        return step, update, link + 2 * saved + brought, hidden + min(brought, left)
+        summed = min(sums, (once * 2 / 3 - back) * before / by.parts)
+        hidden = min(link, under) + min(saved, once / 4) + back + summed
+        left = max(step - back - summed - (min(link, under) if inside else 0), 0)
+        return step, update, link + sums + 2 * saved + brought, hidden + min(brought, left)
 
     def _brought_bytes(self, setting: Setting) -> int:
         """Of weights, from the host."""
@@ -421,15 +427,15 @@ class DeviceEstimates:
                 taken = card.captured_bytes
             else:
                 captured = False
-        by = setting.scales
+        by, now = setting.scales, self.update(setting)
         if by.inputs_here is not None:  # as the step itself moves it
             work = replace(work, link=link_bytes(trace) * by.parts / by.width)
         step, update, link, hidden = self._parts(setting, work, captured)
         return Prediction(
             int(totals.max(initial=0)), "device", device, step + update + link - hidden,
             int(work.flops), self._costs.source, scratch, taken, captured, graph,
-            self.update(setting).link_bytes + self._saved_link(setting, work)
-            + self._brought_bytes(setting), link, hidden,
+            now.link_bytes + (by.parts - 1) * now.part_link_bytes
+            + self._saved_link(setting, work) + self._brought_bytes(setting), link, hidden,
             curve=_curve(totals, trace.update_start, by.parts),
         )  # fmt: skip
 

@@ -52,7 +52,8 @@ class Setting:
     @property
     def refused(self) -> bool:
         """Whether an offer is not for the company of another."""
-        return any(o.refuses(t) for o in self.offers for t in self.techniques)
+        idle = self.scales.parts == 1 and any(offer.of_parts for offer in self.offers)
+        return idle or any(o.refuses(t) for o in self.offers for t in self.techniques)
 
     def but(self, kept: Iterable[Offer]) -> Setting:
         """With these offers alone."""

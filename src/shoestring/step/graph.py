@@ -51,7 +51,7 @@ def not_capturable(setup: Setup) -> str | None:
         return "cuDNN draws the dropout of recurrent layers from a state of its own"
     if setup.not_captured:
         return setup.not_captured
-    if setup.clips and getattr(setup.clip, "norm", None) is not None:
+    if setup.clips and setup.sums is None and getattr(setup.clip, "norm", None) is not None:
         return "the passes run twice: for the norm of gradients, and to release them clipped"
     if setup.update_on_device or type(setup.optimizer) is torch.optim.SGD:
         return None

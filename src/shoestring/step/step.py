@@ -122,8 +122,9 @@ class Step:
     @property
     def accumulated(self) -> int:
         """How many batches' gradients wait for an update; 0 too after a zero_grad() of yours."""
-        if self._accumulated and all(p.grad is None for p in self.model.parameters()):
-            self._accumulated = 0
+        if self._accumulated and not self._setup.sums:
+            if all(p.grad is None for p in self.model.parameters()):
+                self._accumulated = 0
         return self._accumulated
 
     @property
@@ -349,6 +350,8 @@ class Step:
     def _drop_gradients(self) -> None:
         """Those too of parameters that the optimizer does not hold."""
         self._accumulated = 0
+        if self._setup.sums is not None:
+            self._setup.sums.forget()
         self._setup.optimizer.zero_grad(set_to_none=True)
         for parameter in self._setup.model.parameters():
             parameter.grad = None
@@ -357,7 +360,7 @@ class Step:
         self, batch: Any, entering: Callable[[Phase], None], update: bool
     ) -> torch.Tensor:
         setup = self._setup
-        setup.updating = False
+        setup.updating, setup.accumulates = False, not update
         total: torch.Tensor | None = None
         for part, weight in setup.split(batch):
             entering(Phase.FORWARD)

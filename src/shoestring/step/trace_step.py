@@ -214,7 +214,9 @@ class _Request:
         with self._on_fakes(answers, captured) as on:
             step, setup, recorder = on.step, on.step._setup, on.recorder
             trained = self.trained or (frozenset() if answers is None else answers.trained)
-            data = on.data if self.size is None else self._few_parts(step, on.data, trained)
+            data = on.data
+            if self.size is not None:
+                data = self._few_parts(step, data, trained, answered=answers is not None)
             if self.size is None and self.passes and setup.first_run_differs:
                 for part, _ in setup.split(data):
                     setup.run(part)
@@ -231,13 +233,19 @@ class _Request:
         made = freeze(recorder, step.model, step.optimizer, recorded, self.device)
         return replace(made, capturable=on.capturable), on.capturable and on.outside.was_asked
 
-    def _few_parts(self, step: Step, data: Any, trained: Collection[str]) -> Any:
-        """The examples that stand for all, and gradients as the parts before leave them."""
+    def _few_parts(self, step: Step, data: Any, trained: Collection[str], *, answered: bool) -> Any:
+        """The examples that stand for all, and gradients as the parts before leave them.
+
+        Answers to what the model asks are of a whole part.
+        """
         assert self.size is not None
         forget_varied(data)
         if step._setup.adds_apart or step._setup.updates_in_backward:
-            # The third part meets all gradients; those of the last one go early.
-            return cut(data, 0, min(3 * self.size, examples_of(data) or self.size))
+            # The third part meets all gradients; those of the last one, which may be smaller, go
+            # early.
+            examples = examples_of(data) or self.size
+            rest = 0 if answered else examples % self.size
+            return cut(data, 0, min(3 * self.size + rest, examples))
         parts = -(-(examples_of(data) or self.size) // self.size)
         data = cut(data, 0, self.size)
         if self.passes:  # gradients as they are: one may be a part of a larger tensor

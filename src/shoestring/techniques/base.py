@@ -121,6 +121,18 @@ def total_norm(norms: list[torch.Tensor], kind: float) -> torch.Tensor:
     return torch.linalg.vector_norm(torch.stack(together), kind)
 
 
+class Sums(Protocol):
+    """Gradients that wait elsewhere than in `.grad`."""
+
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        ...
+
+    def forget(self) -> None:
+        """No update will be made from them."""
+        ...
+
+
 @dataclass
 class Setup:
     """A training step under construction: each technique changes the part that is its own.
@@ -159,6 +171,10 @@ class Setup:
     state: dict[str, HasState] = field(default_factory=dict)
     meanings: list[Meaning] = field(default_factory=list)
     loss_scale: LossScaling | None = None
+    sums: Sums | None = None
+    """Gradients that a technique keeps elsewhere until the update; None where it keeps none."""
+    accumulates: bool = False
+    """The gradients of this batch wait for those of the next: no update follows."""
     adds_apart: bool = False
     """Gradients of parts are added up elsewhere than in `.grad`, in more tensors than those."""
     updates_in_backward: bool = False

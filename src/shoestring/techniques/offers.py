@@ -72,6 +72,8 @@ class Offer:
     """Techniques it is not offered beside, in these circumstances."""
     last: bool = False
     """Only where no plan as lossless fits without it: it takes more than the device and time."""
+    of_parts: bool = False
+    """Only where the passes run more than once: else it does as a milder one."""
     asked: bool = False
     """Only where `allow` names it: it takes what no prediction counts."""
     recomputed: float = 0.0
@@ -180,6 +182,10 @@ class Update:
     """Where gradients go one by one: those that are there with all activations."""
     link_bytes: int = 0
     """Bytes that are copied from the host and back."""
+    part_link_bytes: int = 0
+    """Bytes that are copied from the host and back for each part of a batch before the last."""
+    part_launches: float = 0
+    """Kernels that each of those parts starts for it."""
     host_launches: float = 0
     """Time of Python beside launching kernels, in kernel launches; a graph has none
     of it."""

@@ -374,3 +374,17 @@ def test_a_weight_that_was_put_there_while_the_model_runs_is_not_rounded() -> No
     assert saved.rounded == 0
     out.sum().backward()
     torch.testing.assert_close(x.grad, layer.weight.detach().sum(0).expand(4, 8))
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2])
+def test_a_last_piece_that_is_smaller_is_predicted(bits: int) -> None:
+    """Pieces of 4,096, 4,096 and 1,024 elements: none is there while the next one is encoded."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)))
+    own = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, plan = torch.randn(144, 64), [ss.ActivationBits(bits, smallest=1)]
+    given: Any = {"loss": lambda m, b: m(b).square().mean(), "optimizer": own}
+    predicted = predict_step(plan, model, x, **given).peak_bytes
+    step = ss.apply(plan, model, own, loss=given["loss"])
+    step(x)
+    assert step.measure(x).peak_bytes == pytest.approx(predicted, rel=1e-3)

@@ -117,6 +117,32 @@ def test_loss_and_gradients_are_the_same(form: str, tied: bool) -> None:
         compared(Words(tied), lambda m, b: FORMS[form](m(b[0]), b[1]))
 
 
+def test_gradients_are_as_exact_as_those_of_whole_logits() -> None:
+    """A bias before the head adds up what hardly differs from row to row."""
+    draw = torch.Generator().manual_seed(3)
+    rows, head = (torch.randn(n, 32, generator=draw) for n in (4000, 97))
+    words = torch.randint(97, (4000,), generator=draw)
+
+    def gradient(dtype: torch.dtype, *plan: ss.Technique) -> torch.Tensor:
+        model = nn.Linear(32, 97, bias=False).to(dtype)
+        model.weight = nn.Parameter((0.2 * head + 0.3).to(dtype), requires_grad=False)
+        model.moved = nn.Parameter(torch.zeros(32, dtype=dtype))
+
+        def loss(model: Any, given: Any) -> torch.Tensor:
+            return F.cross_entropy(model(rows.to(dtype) + model.moved), words)
+
+        own = torch.optim.SGD([model.moved], lr=0.1)
+        ss.apply(plan, model, own, loss=loss)(words, update=False)
+        return model.moved.grad.double()
+
+    exact, whole, parts = (
+        gradient(torch.float64),
+        gradient(torch.float32),
+        gradient(torch.float32, ss.ChunkedLoss(16)),
+    )
+    assert (parts - exact).norm() < 1.5 * (whole - exact).norm()
+
+
 @pytest.mark.parametrize("form", ["shifted", "weighted", "scaled"])
 def test_a_16_bit_model_rounds_as_it_does_whole(form: str) -> None:
     torch.manual_seed(0)

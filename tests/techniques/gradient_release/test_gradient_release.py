@@ -127,6 +127,20 @@ def test_the_predicted_peak_is_measured(
     assert measured < share * kept
 
 
+@pytest.mark.parametrize("sum", ["device", "host"])
+@pytest.mark.parametrize("size", [5, 10, 23])
+def test_a_last_part_that_is_smaller_is_predicted_as_it_is(size: int, sum: Any) -> None:
+    """Updates run beside its activations, not beside those of a whole part."""
+    model = network()
+    own = OPTIMIZERS["adamw"](model.parameters())
+    x = tuple(tensor.repeat(3, 1) for tensor in data())
+    plan = [ss.Microbatching(size), ss.GradientRelease(sum=sum, smallest=1)]
+    predicted = predict_step(plan, model, x, loss=loss, optimizer=own).peak_bytes
+    step = ss.apply(plan, model, own, loss=loss)
+    step(x)
+    assert step.measure(x).peak_bytes == pytest.approx(predicted, rel=1e-3)
+
+
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
 def test_it_is_certified(name: str) -> None:
     model = network()

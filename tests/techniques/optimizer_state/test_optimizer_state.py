@@ -379,3 +379,18 @@ def test_on_the_gpu_the_update_allocates_next_to_nothing_and_is_captured(name: s
     before = torch.cuda.memory_allocated()
     step._setup.update()
     assert torch.cuda.max_memory_allocated() - before < 64 * 1024
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_running_statistics_follow_the_weights(bits: int) -> None:
+    """Those of later steps see weights that are near, and are claimed so."""
+    torch.manual_seed(0)
+    blocks = [(nn.Linear(48, 48), nn.BatchNorm1d(48), nn.ReLU()) for _ in range(4)]
+    model = nn.Sequential(*(layer for block in blocks for layer in block))
+    own = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return (model(x) - x).square().mean()
+
+    plan = [ss.OptimizerState(bits, smallest=1)]
+    assert ss.verify(plan, model, [torch.randn(36, 48)], loss=loss, optimizer=own).ok

@@ -2,13 +2,14 @@
 
 For each row (token) with logits s = h·Wᵀ + b, target t, class weights w, smoothing ε, V classes:
 
-    loss  = (1-ε)·w_t·(lse - s_t) + ε/V·(Σw·lse - Σ_j w_j·s_j),   lse = log Σ_j exp(s_j)
-    ∂s_j  = A·p_j - B·[j = t] - ε/V·w_j,   A = B + ε/V·Σw,   B = (1-ε)·w_t,   p_j = exp(s_j - lse)
+    loss  = (1-ε)·w_t·(lse - s_t) + ε/V·(Σw·lse - Σ_j w_j·s_j),   lse = m + log z
+    ∂s_j  = A·p_j - B·[j = t] - ε/V·w_j,   A = B + ε/V·Σw,   B = (1-ε)·w_t,   p_j = exp(s_j - m) / z
 
-Forward goes over the columns once and keeps the rows and `lse`, one number a row; backward computes
-the logits of each part again: one more product. The columns are taken in turn, not the rows: so a
-row of the weight's gradient is one product, rounded once, and only the gradient of the rows is
-added up, in FP32.
+with m = max_j s_j and z = Σ_j exp(s_j - m). Forward goes over the columns once and keeps the rows,
+m and z, two numbers a row: exp(s_j - lse) would multiply the rounding of lse by its size, alike for
+all classes of a row. Backward computes the logits of each part again: one more product. The columns
+are taken in turn, not the rows: so a row of the weight's gradient is one product, rounded once, and
+only the gradient of the rows is added up, in FP32.
 """
 
 from __future__ import annotations
@@ -67,9 +68,10 @@ class _RowLosses(torch.autograd.Function):
     ) -> Tensor:
         wide = torch.promote_types(rows.dtype, torch.float32)
         classes = weight.shape[0]
-        normalizer = rows.new_full((rows.shape[0],), -torch.inf, dtype=wide)
-        true = torch.zeros_like(normalizer)
-        smoothed = torch.zeros_like(normalizer) if form.smoothing else None
+        # A part may be minus infinity as a whole: a vocabulary padded with such biases.
+        largest = rows.new_full((rows.shape[0],), torch.finfo(wide).min, dtype=wide)
+        total, true = torch.zeros_like(largest), torch.zeros_like(largest)
+        smoothed = torch.zeros_like(largest) if form.smoothing else None
         for part in passes(_parts(classes, form.columns)):
             scores = _scores(rows, weight, bias, part, wide, form)
             place, inside = _within(target, part)
@@ -78,42 +80,42 @@ class _RowLosses(torch.autograd.Function):
                 smoothed += (
                     scores.sum(1) if class_weight is None else scores @ class_weight[part].to(wide)
                 )
-            # A part may be minus infinity as a whole: a vocabulary padded with such biases.
-            top = scores.amax(1).clamp_min_(torch.finfo(wide).min)
-            sums = scores.sub_(top[:, None]).exp_().sum(1).log_().add_(top)
+            top = torch.maximum(largest, scores.amax(1))
+            total = total.mul_(largest.sub_(top).exp_())
+            total += scores.sub_(top[:, None]).exp_().sum(1)
             del scores
-            normalizer = torch.logaddexp(normalizer, sums)
-        true_factor, all_factor = _factors(target, class_weight, classes, form, normalizer)
-        each = all_factor * normalizer - true_factor * true
+            largest = top
+        true_factor, all_factor = _factors(target, class_weight, classes, form, largest)
+        each = all_factor * (largest + total.log()) - true_factor * true
         if smoothed is not None:
             each -= form.smoothing / classes * smoothed
         kept = target != form.ignored
         # Where PyTorch asserts: a class that is not there must not look like a loss.
         there = (target >= 0) & (target < classes)
         each = torch.where(kept, torch.where(there, each, torch.nan), 0.0)
-        ctx.save_for_backward(rows, weight, bias, target, class_weight, normalizer)
+        ctx.save_for_backward(rows, weight, bias, target, class_weight, largest, total)
         ctx.form = form
         return each
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        rows, weight, bias, target, class_weight, normalizer = ctx.saved_tensors
+        rows, weight, bias, target, class_weight, largest, total = ctx.saved_tensors
         form: LossForm = ctx.form
-        classes, wide = weight.shape[0], normalizer.dtype
+        classes, wide = weight.shape[0], largest.dtype
         for_rows, for_weight, for_bias = ctx.needs_input_grad[:3]
         grad_rows = rows.new_zeros(rows.shape, dtype=wide) if for_rows else None
         grad_weight = torch.empty_like(weight) if for_weight else None
         grad_bias = torch.empty_like(bias) if for_bias else None
-        true_factor, all_factor = _factors(target, class_weight, classes, form, normalizer)
+        true_factor, all_factor = _factors(target, class_weight, classes, form, largest)
         outer = torch.where(target != form.ignored, grad, 0.0)
-        true_factor, all_factor = outer * true_factor, outer * all_factor
+        true_factor, all_factor = outer * true_factor, outer * all_factor / total
         for part in passes(_parts(classes, form.columns)):
             scores = _scores(rows, weight, bias, part, wide, form)
             slope = None
             if form.cap is not None:
                 slope = (scores / form.cap).square_().neg_().add_(1).mul_(form.cap)
-            scores.sub_(normalizer[:, None]).exp_().mul_(all_factor[:, None])
+            scores.sub_(largest[:, None]).exp_().mul_(all_factor[:, None])
             if form.smoothing:
                 even = outer * (form.smoothing / classes)
                 if class_weight is None:

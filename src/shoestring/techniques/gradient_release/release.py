@@ -12,9 +12,13 @@ b' = μ·b + g₁ + … + gₙ the update p ← p - lr·b' needs b' alone. Neste
 p - lr·((1 + μ)·b' - μ·b): it needs b beside b', which the first part has overwritten. So Nesterov's
 momentum keeps the sum, too.
 
+Sums can lie on the host (`sums.py`): each part's gradient goes there, and the last part's meets it
+here.
+
 Where gradients are clipped by the norm of all, the passes run twice: the first time each gradient
 leaves its norm and goes, the second time it is clipped, and updates. In several parts the sum is
-kept anyway, so there the update waits for it, and nothing runs twice.
+kept anyway, so there the update waits for it, and nothing runs twice. Where sums lie on the host,
+all gradients wait there for their norm.
 """
 
 from __future__ import annotations
@@ -34,17 +38,20 @@ from ..parameter_hooks import when_accumulated
 from ..splitting.weights import weighted_loss
 from .folding import fold_adam, fold_momentum, folds, move_by_adam, move_by_momentum
 from .rehearsal import taken_back
+from .sums import HostSums
 
 
 class Release:
     """The updates of a step, one parameter at a time."""
 
-    def __init__(self, setup: Setup, *, fold: bool | str) -> None:
+    def __init__(self, setup: Setup, *, fold: bool | str, sums: HostSums | None = None) -> None:
         self._setup = weakref.ref(setup)  # hooks hold this, and are held by the model
         self._update, self._split = setup.update, setup.split
-        self._wanted = fold
+        self._wanted, self._host = fold, sums
         self._norms: dict[torch.Tensor, torch.Tensor] | None = None
         """Of gradients, while the passes run for them alone."""
+        self._waiting: dict[torch.Tensor, torch.Tensor] = {}
+        """Gradients that wait for the norm of all, with their own."""
         self._waits = False
         """Gradients are clipped when all are there."""
         self._active = self._last = self._first = False
@@ -57,6 +64,9 @@ class Release:
         self._hooked: set[torch.Tensor] = set()
         self._look_at_groups(setup)
         setup.split, setup.update = self.split, self.finish
+        if sums is not None:
+            setup.sums = sums
+            setup.before_update.append(self._find_norm_there)
 
     def _look_at_groups(self, setup: Setup) -> None:
         """As they are now: loading a state replaces groups, and parameters may come to them."""
@@ -82,11 +92,13 @@ class Release:
             raise InputError(self._broken, hint="load a snapshot into a new step")
         self._check_hooks()
         self._released, self._active, self._first, self._sums = set(), True, True, {}
-        self._folding = {}
+        self._folding, self._waiting = {}, {}
         setup = self._setup()
         assert setup is not None
         self._look_at_groups(setup)
         setup.norm, clip = None, setup.clip
+        if self._host is not None:
+            self._host.begin()
         if setup.arrivals is not None:
             setup.arrivals.begin()
         parts = iter(self._split(batch))
@@ -95,20 +107,25 @@ class Release:
             ahead = next(parts, None)
             while ahead is not None:
                 here, ahead = ahead, next(parts, None)
-                self._last = ahead is None
+                self._last = ahead is None and not setup.accumulates
                 setup.part_begins(self._last)
-                if self._first:
+                if self._first and clip is not None:
                     several = not self._last
-                    if clip is not None and setup.arrivals is not None:
+                    if setup.arrivals is not None:
                         several = setup.arrivals.anywhere(several)
-                    self._waits = clip is not None and several
-                    if clip is not None and not several and clip.norm is not None:
+                    if self._host is not None:
+                        self.fold = False
+                    elif several:
+                        self._waits = True
+                    elif clip.norm is not None:
                         self._find_norm(setup, here)
                 yield here
                 self._first = False
             finished = True
         finally:
             self._active = self._waits = False
+            if self._host is not None:
+                self._host.end()
             moved = self._released | self._folding.keys()
             if not finished and moved:
                 self._broken = (
@@ -140,14 +157,53 @@ class Release:
         self._norms[parameter] = torch.linalg.vector_norm(parameter.grad, kind)
         parameter.grad = None
 
+    @torch.no_grad()
+    def _find_norm_there(self) -> None:
+        """Of all gradients, those that wait on the host and those that are here."""
+        setup = self._setup()
+        assert setup is not None and self._host is not None
+        clip = setup.clip
+        if clip is None or clip.norm is None:
+            return
+        for parameter in self._host:
+            if parameter not in self._waiting:
+                self._wait_for_norm(parameter, clip.norm_type)
+        norms = self._waiting
+        for parameter in setup.model.parameters():
+            if parameter.grad is not None:
+                norms[parameter] = torch.linalg.vector_norm(parameter.grad, clip.norm_type)
+        order = [p for p in setup.model.parameters() if p in norms]
+        setup.norm, self._waiting = total_norm([norms[p] for p in order], clip.norm_type), {}
+
+    def _wait_for_norm(self, parameter: torch.Tensor, kind: float) -> None:
+        """On the host, but for one that is small or has no room there."""
+        assert self._host is not None
+        self._host.finish(parameter)
+        assert parameter.grad is not None
+        self._waiting[parameter] = torch.linalg.vector_norm(parameter.grad, kind)
+        self._host.add(parameter)
+
+    @torch.no_grad()
     def finish(self) -> None:
-        """Update what the last part had no gradient of, and what another hook gave back."""
+        """Update what the last part had no gradient of, and what waits for its norm."""
         for parameter in [p for p in self._folding if p not in self._released]:
-            with torch.no_grad():
-                self._moved(parameter)
+            self._moved(parameter)
+        if self._host is not None:
+            self._finish_there(self._host)
         if any(parameter.grad is not None for parameter in self._groups):
             self._update()
         self._optimizer._opt_called = True  # type: ignore[attr-defined] # asked by LR schedulers
+
+    def _finish_there(self, sums: HostSums) -> None:
+        setup = self._setup()
+        assert setup is not None
+        for parameter in sums:
+            sums.finish(parameter)
+            self._clip(setup, [parameter])
+            self._alone(parameter)
+            parameter.grad = None
+        sums.end()
+        self._clip(setup, [p for p in self._groups if p.grad is not None])
 
     def _check_hooks(self) -> None:
         if hooks_its_step(self._optimizer):
@@ -178,11 +234,15 @@ class Release:
                 "a parameter got a second gradient after its update",
                 hint="checkpoint with use_reentrant=False, or leave out gradient_release",
             )
-        if setup.clip is not None:
-            if setup.norm is None:
-                clip_grad_value_([parameter], setup.clip.value)
-            else:
-                clip_grads_with_norm_([parameter], setup.clip.norm, setup.norm)
+        if self._host is not None and not self.fold:
+            if not self._last:
+                self._host.add(parameter)
+                return
+            if setup.clip is not None and setup.clip.norm is not None:
+                self._wait_for_norm(parameter, setup.clip.norm_type)
+                return
+            self._host.finish(parameter)
+        self._clip(setup, [parameter])
         if self.fold and self._folded(parameter):
             if self._last:
                 self._released.add(parameter)
@@ -192,6 +252,14 @@ class Release:
             setup.updating = True
             self._alone(parameter)
             parameter.grad = None
+
+    def _clip(self, setup: Setup, parameters: list[torch.Tensor]) -> None:
+        if setup.clip is None or not parameters:
+            return
+        if setup.norm is None:
+            clip_grad_value_(parameters, setup.clip.value)
+        else:
+            clip_grads_with_norm_(parameters, setup.clip.norm, setup.norm)
 
     def _alone(self, parameter: torch.Tensor) -> None:
         """The update, as if the optimizer held this parameter only."""

@@ -26,7 +26,6 @@ from typing import Any
 import torch
 from torch.optim import SGD, Optimizer
 
-from ...trace.passes import passes
 from ..apart import Chunk, hooks_once, run_alone, with_gradient
 from ..base import Setup
 from .link import CHUNK_BYTES, Link, buffer_sizes
@@ -46,7 +45,7 @@ class MappedUpdate:
         work = list(with_gradient(self._optimizer))
         if self._apart and any(not state.has(p) for _, p in work):
             with hooks_once(self._optimizer):
-                for group, parameter in passes(work):
+                for group, parameter in work:  # all: some of what they make may stay here
                     run_alone(self._optimizer, (group, [parameter]), self._update)
         else:
             self._update()

@@ -102,7 +102,7 @@ class OptimizerState(Technique):
         level = Level.NEAR if self.bits == 8 else Level.LOSSY
         why = f"the optimizer's moments are in {self.bits} bits"
         yield Claim(level, why, MOVED, bound=_BOUND)
-        yield Claim(level, why, ("loss",), bound=_LOSS_BOUND)
+        yield Claim(level, why, ("loss", "buffers"), bound=_LOSS_BOUND)
 
     def estimate_update(self, updates: Updates) -> Update | None:
         """Kernels by rule: they take nothing beside."""
