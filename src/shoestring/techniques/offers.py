@@ -75,7 +75,7 @@ class Offer:
     of_parts: bool = False
     """Only where the passes run more than once: else it does as a milder one."""
     asked: bool = False
-    """Only where `allow` names it: it takes what no prediction counts."""
+    """Only where `allow` names it: no prediction counts all it takes, or no GPU has run it yet."""
     recomputed: float = 0.0
     """Share of the forward pass that runs twice, where no trace says what that costs."""
 

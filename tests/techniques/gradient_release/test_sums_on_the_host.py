@@ -16,6 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shoestring as ss
 from shoestring.errors import InputError, NoEffectWarning
+from shoestring.planning.cost import NOMINAL
+from shoestring.planning.planner import Planner
 from shoestring.step.predict import predict_step
 from shoestring.step.trace_step import trace_plan
 from shoestring.techniques import gradient_release as technique
@@ -299,6 +301,24 @@ def test_it_is_planned_where_sums_are_at_the_peak_and_keeps_its_word() -> None:
     measured = step.measure(x).peak_bytes
     assert measured == pytest.approx(plan.predicted.peak_bytes, rel=0.01)
     assert measured <= plan.budget_bytes
+
+
+NAMED = "lossless,gradient_release"
+
+
+@pytest.mark.parametrize(
+    ("device", "allow", "offered"),
+    [("cpu", "lossless", True), ("cuda", "lossless", False), ("cuda", NAMED, True)],
+)
+def test_for_a_gpu_it_is_planned_where_it_is_named(device: str, allow: str, offered: bool) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(10)))
+        x = torch.randn(64, 1024)
+    planner = Planner(
+        model, x, loss=loss, optimizer="adamw", device=device, costs=NOMINAL[device], allow=allow
+    )
+    found = [t for s in planner._settings(planner.allowed) for t in s.techniques]
+    assert offered == any(isinstance(t, ss.GradientRelease) and t.sum == "host" for t in found)
 
 
 def test_settings_are_written_read_and_flags(tmp_path: Path) -> None:

@@ -131,7 +131,8 @@ class GradientRelease(Technique):
                 on_disk = context.device == "cpu"
                 place = "in mapped files" if on_disk else "on the host"
                 why = f"each gradient goes; those of microbatches add up {place}"
-                yield Offer(cls(sum="host"), why, last=on_disk, of_parts=True)
+                # Its streams have not run on a GPU: there it is for who asks.
+                yield Offer(cls(sum="host"), why, last=on_disk, of_parts=True, asked=not on_disk)
             if can_fold(context.optimizer, "all") and not can_fold(context.optimizer, True):
                 why = "gradients of microbatches go, too, into Adam's moments"
                 yield Offer(cls(fold="all"), why, lossiness=0.1)
