@@ -340,6 +340,7 @@ def test_a_wrapped_optimizer_trains(wrap: str) -> None:
     """With its own step where that may add something, and never by assignment to the wrapper."""
     world, plain = World(OPTIMIZERS[wrap]), World(OPTIMIZERS["plain"])
     step = ss.apply(PLAN, world.model, world.optimizer, loss=World.plain_of)
+    world.inner.zero_grad()
     torch.manual_seed(1)
     step(world.batch)
     torch.manual_seed(1)
