@@ -89,7 +89,7 @@ class DeviceEstimates:
     def correct(self, setting: Setting, more_bytes: int, factor: float) -> None:
         """A step by it took so much more than is predicted with what was known so far."""
         known_bytes, known = self._correction(setting)
-        self._off[_names(setting)] = known_bytes + more_bytes, known * factor
+        self._off[setting.names] = known_bytes + more_bytes, known * factor
 
     @property
     def least_factor(self) -> float:
@@ -98,7 +98,7 @@ class DeviceEstimates:
         return min(factors) if len(factors) > 1 else 1.0
 
     def _correction(self, setting: Setting) -> tuple[int, float]:
-        return self._off.get(_names(setting), (0, self.least_factor))
+        return self._off.get(setting.names, (0, self.least_factor))
 
     # -- a setting -----------------------------------------------------------------------------
 
@@ -451,10 +451,6 @@ def _curve(totals: np.ndarray, update_start: int, parts: int) -> tuple[int, ...]
     update = totals[update_start:]
     drawn = np.full(len(passes) // 20 + 1 if len(update) else 0, update.max(initial=0))
     return thinned(np.append(passes, drawn))
-
-
-def _names(setting: Setting) -> tuple[str, ...]:
-    return tuple(technique.name for technique in setting.techniques)
 
 
 class _Passes:

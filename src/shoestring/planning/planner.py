@@ -321,6 +321,10 @@ class Planner:
         assert isinstance(self.estimates, DeviceEstimates)
         self.estimates.correct(self._settings_of[plan.plan], more_bytes, factor)
 
+    def names_of(self, plan: BudgetPlan) -> tuple[str, ...]:
+        """Techniques of a plan that was found, beside its schedule."""
+        return self._settings_of[plan.plan].names
+
     def corrected(self, predicted: Prediction) -> Prediction:
         """Another step's time, as far as those that were tried tell."""
         assert isinstance(self.estimates, DeviceEstimates) and predicted.seconds is not None

@@ -27,6 +27,11 @@ class Setting:
         return tuple(offer.technique for offer in self.offers)
 
     @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Of the techniques, whatever their settings."""
+        return tuple(technique.name for technique in self.techniques)
+
+    @cached_property
     def scales(self) -> Scales:
         """Their combined effect on the passes."""
         return math.prod((offer.scales for offer in self.offers), start=Scales())

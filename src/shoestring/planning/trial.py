@@ -252,12 +252,13 @@ def plan_on_device(
 ) -> BudgetPlan:
     """The fastest of the plans that were tried and held; BudgetError if none does.
 
-    A plan whose step refuses to run, which its trace did not foresee, gives way to others. If
-    trials fail otherwise, or if nothing else fits, it is returned as it was predicted.
+    A plan whose step refuses to run, which its trace did not foresee, gives way to one of other
+    techniques. If trials fail otherwise, or such plans do, too, it is returned as predicted.
     """
     tried: list[Plan] = []
     best: tuple[BudgetPlan, Trial] | None = None
     failed: tuple[BudgetPlan, str] | None = None
+    refused: set[tuple[str, ...]] = set()
     with ExitStack() as stack:
         try:
             stack.enter_context(trials)
@@ -265,7 +266,9 @@ def plan_on_device(
             return planner.plan(budget_bytes, among=among)
         for _ in range(MOST_UNTIL_ONE_HOLDS):
             try:
-                found = planner.plan(budget_bytes, among=among)
+                found = planner.plan(
+                    budget_bytes, among=lambda s: s.names not in refused and among(s)
+                )
             except BudgetError:
                 if best is None and failed is None:
                     raise
@@ -283,11 +286,9 @@ def plan_on_device(
                 trial = trials.run(found)
             except Exception as error:  # a plan must not fail because its trial does
                 failed = failed or (found, first_line(error))
-                refused = isinstance(error, ShoestringError)
-                if best is not None or not refused or isinstance(error, WritesElsewhere):
+                refused.add(planner.names_of(found))
+                if best is not None or len(refused) >= MOST or not _refuses(error):
                     break
-                tried.append(found.plan)
-                planner.correct(found, budget_bytes, 1.0)
                 continue
             tried.append(found.plan)
             more, factor = _off(found, trial, budget_bytes)
@@ -316,6 +317,11 @@ def plan_on_device(
         plain=planner.corrected(plan.plain),
         trial=held,
     )
+
+
+def _refuses(error: Exception) -> bool:
+    """Whether it is the step that does not run, and not what surrounds it."""
+    return isinstance(error, ShoestringError) and not isinstance(error, WritesElsewhere)
 
 
 def _off(found: BudgetPlan, trial: Trial | None, budget_bytes: int) -> tuple[int, float]:
