@@ -58,7 +58,7 @@ def test_jobs_run_at_once_and_end_in_time(
         on_gpu.Job("quick", ("-m this", "-m this")), on_gpu.Job("long", ("-m this",), False, 60),
     )  # fmt: skip
     monkeypatch.setattr(on_gpu, "JOBS", jobs)
-    monkeypatch.setattr(sys, "argv", ["on_gpu", "--out", str(tmp_path), "--seconds", "8"])
+    monkeypatch.setattr(sys, "argv", ["on_gpu", "--out", str(tmp_path), "--seconds", "3"])
     on_gpu.main()
     printed = capsys.readouterr().out
     assert "quick: ended with 0" in printed and "long: stopped" in printed
