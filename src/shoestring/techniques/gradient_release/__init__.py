@@ -131,7 +131,7 @@ class GradientRelease(Technique):
                 on_disk = context.device == "cpu"
                 place = "in mapped files" if on_disk else "on the host"
                 why = f"each gradient goes; those of microbatches add up {place}"
-                # Its streams have not run on a GPU: there it is for who asks.
+                # No GPU has run its streams yet: there only if `allow` names it.
                 yield Offer(cls(sum="host"), why, last=on_disk, of_parts=True, asked=not on_disk)
             if can_fold(context.optimizer, "all") and not can_fold(context.optimizer, True):
                 why = "gradients of microbatches go, too, into Adam's moments"
