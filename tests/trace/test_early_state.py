@@ -8,6 +8,7 @@ from torch import nn
 
 import shoestring as ss
 from shoestring.step.predict import predict_step
+from shoestring.trace.fakes import LATE, late_in_training
 
 
 class Partly(nn.Module):
@@ -64,3 +65,15 @@ def test_a_later_update_that_takes_more_is_predicted(kind: Any) -> None:
     step = ss.apply([], model, optimizer, loss=_loss)
     peaks = [step.measure(batch).peak_bytes for _ in range(10)]
     assert predicted.peak_bytes == peaks[-1] > peaks[1]
+
+
+def test_a_step_for_one_parameter_looks_at_its_state_alone() -> None:
+    """Released gradients have a step for each: all states in each of them would take long."""
+    one, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.Adam([one, other])
+    one.grad, other.grad = torch.ones(2), torch.ones(2)
+    optimizer.step()
+    optimizer.param_groups[0]["params"] = [one]
+    late_in_training(optimizer)
+    assert optimizer.state[one]["step"] == LATE - 1
+    assert optimizer.state[other]["step"] == 1

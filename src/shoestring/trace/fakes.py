@@ -326,8 +326,13 @@ five. It divides by most numbers that some work is done every so many steps for.
 
 
 def late_in_training(optimizer: torch.optim.Optimizer) -> None:
-    """Let the next step that it counts be one late in training."""
-    for held in (*optimizer.state.values(), *optimizer.param_groups):
+    """Let the next step that it counts be one late in training.
+
+    Of the parameters that its groups hold now: released gradients have one step for each.
+    """
+    stepped = [p for group in optimizer.param_groups for p in group["params"]]
+    states = [optimizer.state[p] for p in stepped if p in optimizer.state]
+    for held in (*states, *optimizer.param_groups):
         count = held.get("step")
         count = count.constant if isinstance(count, FakeTensor) else count
         if isinstance(count, torch.Tensor):

@@ -77,7 +77,9 @@ class Outside(OperationMode):
 
     def _step_begins(self, optimizer: Any, *_: Any) -> None:
         self._stepping += 1
-        if optimizer.state and all(isinstance(p, FakeTensor) for p in optimizer.state):
+        stepped = (p for group in optimizer.param_groups for p in group["params"])
+        known = [p for p in stepped if p in optimizer.state]
+        if known and all(isinstance(p, FakeTensor) for p in known):
             with without_modes():
                 late_in_training(optimizer)
 
