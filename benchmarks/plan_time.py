@@ -4,8 +4,9 @@
     python benchmarks/plan_time.py llama-8b --device cuda --budgets 0.55 35GB 20GB
 
 Nothing is allocated for the models. Seconds are of one process, for a planner and one plan at each
-share of the plain peak; `solver` is the dynamic program's part of it. Beside the shapes here, every
-model of `card_models` can be named. A budget that no plan fits is timed up to its refusal.
+share of the plain peak; `solver` is the dynamic program's part of it, and `steps` are the planned
+steps that were traced whole. Beside the shapes here, every model of `card_models` can be named. A
+budget that no plan fits is timed up to its refusal.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import shoestring as ss
 from card_models import SUBJECTS as CARD
 from plan_holds import provenance
 from shoestring.planning.cost import NOMINAL
+from shoestring.planning.device_estimates import DeviceEstimates
 from shoestring.planning.planner import Planner
 from shoestring.techniques.checkpointing import scheduler
 from shoestring.units import parse_size
@@ -111,7 +113,7 @@ def main() -> None:
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     rows = []
-    print(f"{'':<12}{'budget':>7}{'wall':>8}{'CPU':>8}{'solver':>8}{'memory':>9}  plan")
+    print(f"{'':<12}{'budget':>7}{'wall':>8}{'CPU':>8}{'solver':>8}{'steps':>6}{'memory':>9}  plan")
     for name in arguments.model or ("blocks-100", "llama-7b"):
         for budget in arguments.budgets:
             rows.append(planned(name, budget, arguments.device, arguments.allow))
@@ -125,7 +127,7 @@ def planned(name: str, budget: str, device: str, allow: str | None) -> dict[str,
     """One plan from nothing."""
     with torch.device("meta"):
         model, batch, loss = SUBJECTS[name]()
-    solver = timed("solve")
+    solver, traced = timed(scheduler, "solve"), timed(DeviceEstimates, "_traced_prediction")
     wall, cpu = time.perf_counter(), time.process_time()
     planner = Planner(
         model, batch, loss=loss, optimizer="adamw", device=device, costs=NOMINAL[device],
@@ -143,14 +145,15 @@ def planned(name: str, budget: str, device: str, allow: str | None) -> dict[str,
         "wall_seconds": time.perf_counter() - wall,
         "cpu_seconds": time.process_time() - cpu,
         "solver_seconds": sum(solver),
+        "steps": len(traced),
         "memory_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
         "plan": plan,
     }
 
 
-def timed(name: str) -> list[float]:
-    """The seconds of each call of the solver from now on."""
-    run, taken = getattr(scheduler, name), []
+def timed(place: Any, name: str) -> list[float]:
+    """The seconds of each call of a function from now on."""
+    run, taken = getattr(place, name), []
     run = getattr(run, "inner", run)
 
     def wrapped(*args: Any) -> Any:
@@ -161,7 +164,7 @@ def timed(name: str) -> list[float]:
             taken.append(time.perf_counter() - start)
 
     wrapped.inner = run  # type: ignore[attr-defined]
-    setattr(scheduler, name, wrapped)
+    setattr(place, name, wrapped)
     return taken
 
 
@@ -170,7 +173,7 @@ def line(row: dict[str, Any]) -> str:
     return (
         f"{row['name']:<12}{row['budget']:>7}{row['wall_seconds']:>6.1f} s"
         f"{row['cpu_seconds']:>6.1f} s{row['solver_seconds']:>6.2f} s"
-        f"{row['memory_bytes'] / 1e9:>6.2f} GB  {row['plan']}"
+        f"{row['steps']:>6}{row['memory_bytes'] / 1e9:>6.2f} GB  {row['plan']}"
     )
 
 
