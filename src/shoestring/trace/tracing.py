@@ -31,6 +31,7 @@ from .fakes import (
     mode_of,
 )
 from .freezing import RecordedStep, freeze
+from .garbage import only_new_garbage
 from .graph import Phase, Trace, live_bytes
 from .hooked import update_in_backward
 from .outside import Outside
@@ -73,7 +74,7 @@ def _traced(
     answers: Answers | None,
 ) -> Trace:
     fake_mode = mode_of(model) or FakeTensorMode(allow_non_fake_inputs=True)
-    with warnings.catch_warnings(), nothing_changes(model, loss):
+    with only_new_garbage(), warnings.catch_warnings(), nothing_changes(model, loss):
         warnings.simplefilter("ignore")
         fake, mapping = fake_model(model, fake_mode)
         data = fake_batch(batch, fake_mode)
