@@ -39,7 +39,8 @@ _SPEECH = {
 }  # fmt: skip
 MODELS: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
     "llama-gqa": ("LlamaForCausalLM", {**_TEXT, "num_key_value_heads": 4}, (8, 1024)),
-    "modernbert": ("ModernBertForMaskedLM", {**_TEXT, "intermediate_size": 2048}, (16, 512)),
+    "modernbert": ("ModernBertForMaskedLM",
+                   {**_TEXT, "intermediate_size": 2048, "vocab_size": 50368}, (16, 512)),
     "t5": ("T5ForConditionalGeneration",
            {"d_model": 768, "d_kv": 64, "d_ff": 3072, "num_layers": 4, "num_heads": 12,
             "decoder_start_token_id": 0}, (8, 512)),
