@@ -73,8 +73,8 @@ class BlockScheduler:
             if not found:
                 raise
         kept = found[0]
-        # Blocks that are wrapped have kernels of our own, which the plain step has not.
-        if any(op.name.startswith("shoestring.") for op in kept.ops):
+        # Blocks that are wrapped have BatchNorm by kernels of our own, which the step has not.
+        if any(op.name.startswith("shoestring.bn_") for op in kept.ops):
             self.kept, self._wrapped_differs = work_of_passes(kept), True
         elif "trace" not in vars(context):
             context.trace = kept
