@@ -250,7 +250,7 @@ class Planner:
             narrow="fp16" if fundamental else known.narrow,
             reserved=budget_of == "reserved", accounting=accounting,
             split=_split(model, batch, loss, units) if split is None else split,
-            loss=loss,
+            loss=loss, near=self.allowed.level >= Level.NEAR,
         )  # fmt: skip
         self._settings_of: dict[Plan, Setting] = {}
         """Of the plans that were found, without their schedules."""
