@@ -11,7 +11,9 @@ from torch import nn
 
 import shoestring as ss
 from shoestring.techniques.offers import Context
+from shoestring.techniques.plan import Plan
 from shoestring.techniques.precision.trial import runs_in
+from shoestring.trace.graph import Trace
 from shoestring.trace.tracing import trace_model
 from tiers import slow_but
 
@@ -106,10 +108,14 @@ class WithToken(nn.Module):
 
 def context(model: nn.Module, loss: Any) -> Context:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(48, 64)
+
+    def trace_step(plan: Plan, **others: Any) -> Trace:
+        return trace_model(model, x, loss=loss, **others)
+
     return Context(
-        model, torch.randn(48, 64), optimizer, trace_model, device="cpu", examples=48,
-        batch_norm=False, loss=loss,
-    )  # fmt: skip
+        model, x, optimizer, trace_step, device="cpu", examples=48, batch_norm=False, loss=loss
+    )
 
 
 def by_square(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -148,3 +154,18 @@ def test_no_16_bits_beside_a_network_in_fp32_that_the_loss_holds() -> None:
     given = context(net(), lambda model, x: judge(model(x)).square().mean())
     assert not runs_in(given, torch.bfloat16)
     assert not runs_in(given, torch.float16)
+
+
+def test_no_bf16_where_it_changes_gradients() -> None:
+    """Each BatchNorm of a deep network multiplies what the ones before it rounded."""
+    torch.manual_seed(0)
+    layers = [(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU()) for _ in range(12)]
+    deep = nn.Sequential(*(nn.Sequential(*layer) for layer in layers))
+    given = context(deep, by_square)
+    for kind, type_, near in (("bf16", torch.bfloat16, False), ("fp16", torch.float16, True)):
+        certificate = ss.verify(
+            [ss.Precision(kind)], deep, [given.batch], loss=by_square,
+            optimizer=given.optimizer, steps=1,
+        )  # fmt: skip
+        assert certificate.ok is near, certificate
+        assert runs_in(given, type_) is near

@@ -19,7 +19,7 @@ from shoestring.lab.runs.trainer import Trainer
 from shoestring.step.apply import apply
 from shoestring.step.sharding import check_sharding
 from shoestring.step.shares import Parallel, cut_evenly
-from shoestring.verification.distance import relative_error
+from shoestring.techniques.distance import relative_error
 from step.two_ranks import (
     CLIPPED,
     CROSSED,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shoestring.verification.distance import NEAR_MULTIPLE, RoundingNoise, distance
+from shoestring.techniques.distance import NEAR_MULTIPLE, RoundingNoise, distance
 from shoestring.verification.near import of_squares
 
 

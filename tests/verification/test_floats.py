@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from shoestring.techniques.precision.emulated import Rounded, rounded_
 from shoestring.verification.floats import computed_kinds
-from shoestring.verification.noise import Rounded, rounded_
 
 
 def test_autocast_shows_and_views_do_not() -> None:

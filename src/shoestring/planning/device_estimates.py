@@ -413,7 +413,9 @@ class DeviceEstimates:
     ) -> Prediction:
         totals, device = device_timeline(trace).totals, self.context.device
         scratch = scratch_above(trace, totals) if device == "cpu" else 0
-        scratch += sum(technique.untraced_bytes(device) for technique in plan.techniques)
+        scratch += sum(
+            technique.untraced_bytes(device, trace.draws) for technique in plan.techniques
+        )
         taken, graph, captured = 0, 0, self._capturable(setting)
         if self._of_card:
             card = reserved(

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ..devices import Device
-from ..errors import BudgetError, InputError
+from ..errors import BudgetError, InputError, UnprovenWarning
 from ..memory.cpu.scratch import scratch_above
 from ..memory.device import device_timeline
 from ..memory.model import ACCOUNTINGS, Accounting
@@ -39,6 +39,7 @@ from ..trace.garbage import only_new_garbage
 from ..trace.graph import Trace
 from ..trace.hooked import gradient_hooks
 from ..trace.positions import index_like
+from ..trace.settling import growing
 from ..trace.split import examples_of
 from ..trace.tracing import Loss, trace_model
 from ..units import parse_size
@@ -250,7 +251,7 @@ class Planner:
             narrow="fp16" if fundamental else known.narrow,
             reserved=budget_of == "reserved", accounting=accounting,
             split=_split(model, batch, loss, units) if split is None else split,
-            loss=loss,
+            loss=loss, near=self.allowed.level >= Level.NEAR,
         )  # fmt: skip
         self._settings_of: dict[Plan, Setting] = {}
         """Of the plans that were found, without their schedules."""
@@ -267,6 +268,8 @@ class Planner:
                 )
             self.margin = Margin(0.0 if fundamental else MARGIN[kind], self._known_bytes())
         self._keep_positions_whole(batch)
+        for line in growing(model):
+            warnings.warn(line, UnprovenWarning, stacklevel=4)
 
     def _known_bytes(self) -> int:
         """On CUDA: what is there through the update, whatever the schedule."""

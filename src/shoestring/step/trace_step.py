@@ -18,7 +18,6 @@ from ..techniques.base import Setup
 from ..techniques.plan import Plan
 from ..torch_private.fake_tensors import FakeTensorMode
 from ..trace.answers import Answers, with_answers
-from ..trace.attributes import held_by
 from ..trace.batches import tensors_of
 from ..trace.compiled import uncompiled
 from ..trace.cuda import CudaKernels
@@ -36,6 +35,7 @@ from ..trace.garbage import only_new_garbage
 from ..trace.graph import Phase, Trace, live_bytes
 from ..trace.outside import Outside
 from ..trace.recorder import Recorder
+from ..trace.settling import FirstPasses, growing
 from ..trace.split import cut, examples_of
 from ..trace.tracing import Loss
 from ..trace.untouched import nothing_changes
@@ -227,11 +227,26 @@ class _Request:
                 _leave_gradients(step, self.trained)
             if self.watch is not None:
                 self.watch(step.model, recorder)
+            first = FirstPasses(self.model, step.model)
+
+            def run() -> None:
+                for part, _ in setup.split(data):
+                    setup.backward(setup.run(part))
+                if answers is not None:
+                    answers.rewind()
+
+            moved = first.moved if self.passes else None
+            if moved is not None:
+                first.make_state(run)
             update = self.optimizer is not None
             with recorder:  # not following functions: techniques have hooks
-                recorded = _record(recorder, step, data, self.passes, update=update)
-        made = freeze(recorder, step.model, step.optimizer, recorded, self.device)
-        return replace(made, capturable=on.capturable), on.capturable and on.outside.was_asked
+                recorded = _record(recorder, step, data, self.passes, update=update, moved=moved)
+            made = freeze(recorder, step.model, step.optimizer, recorded, self.device)
+            again = self.passes and first.again(run, made.moved)
+        if again:
+            return self._traced(answers, captured)
+        made = replace(made, capturable=on.capturable, warnings=growing(self.model))
+        return made, on.capturable and on.outside.was_asked
 
     def _few_parts(self, step: Step, data: Any, trained: Collection[str], *, answered: bool) -> Any:
         """The examples that stand for all, and gradients as the parts before leave them.
@@ -329,7 +344,13 @@ def _lengthen_sparse(model: nn.Module, parts: int) -> None:
 
 
 def _record(
-    recorder: Recorder, step: Step, batch: Any, passes: bool, *, update: bool
+    recorder: Recorder,
+    step: Step,
+    batch: Any,
+    passes: bool,
+    *,
+    update: bool,
+    moved: frozenset[str] | None = None,
 ) -> RecordedStep:
     made = RecordedStep()
     setup = step._setup
@@ -340,18 +361,16 @@ def _record(
         if record is not None:
             made.parameters[name] = record
     made.note_gradients(recorder, named)
-    for name, buffer in step.model.named_buffers():
-        record = recorder.resident(buffer, name.rpartition(".")[0])
-        if record is not None:
-            made.buffers.append(record)
+    made.note_buffers(recorder, step.model)
     for tensor in tensors_of(batch):
         record = recorder.resident(tensor)
         if record is not None:
             made.inputs.append(record)
+    made.settle(recorder, step.model, moved)
     if setup.updates_in_backward and update:
         made.note_state(recorder, step.optimizer, named)
     recorder.recording = True
-    before = [held_by(module) for module in step.model.modules()]
+    before = made.before(step.model)
 
     def entering(phase: Phase) -> None:
         recorder.phase = phase

@@ -386,8 +386,11 @@ class Technique:
         """The trace with the technique's sizes, types and schedule. Pure."""
         return trace
 
-    def untraced_bytes(self, device: str) -> int:
-        """Upper bound of its bytes on the device during a step that no trace shows."""
+    def untraced_bytes(self, device: str, draws: bool = True) -> int:
+        """Upper bound of its bytes on the device during a step that no trace shows.
+
+        `draws` says whether the step draws random numbers.
+        """
         return 0
 
     # -- training step -------------------------------------------------------------------------

@@ -113,6 +113,7 @@ class Context:
         accounting: str = "device",
         writers: frozenset[str] | None = None,
         loss: Loss | None = None,
+        near: bool = True,
     ) -> None:
         self.model, self.batch, self.optimizer = model, batch, optimizer
         self.trace_step = trace_step
@@ -131,6 +132,8 @@ class Context:
         self._writers = writers
         self.loss = loss
         """As the user gave it; None where nothing may run."""
+        self.near = near
+        """Whether plans may round; if not, such offers are only named as a way out."""
 
     def within(self, techniques: Sequence[Technique]) -> Context:
         """The same step, where these techniques are always applied."""

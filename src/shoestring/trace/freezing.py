@@ -29,6 +29,7 @@ from .attributes import Held, held_by, moved_modules
 from .blocks import is_normalization, sparsifiable_names
 from .graph import Op, ParameterSpec, Phase, Role, Storage, Trace, Value
 from .recorder import Recorder, StorageRecord
+from .settling import kept_tensors
 
 
 class RecordedStep:
@@ -45,13 +46,36 @@ class RecordedStep:
         self.backward_start = 0
         self.step_counts: set[int] = set()
         self.moved: frozenset[str] = frozenset()
+        self.settled = False
+        """All that modules keep was there before the step: what it keeps takes a place."""
+
+    def note_buffers(self, recorder: Recorder, model: nn.Module) -> None:
+        """Those of the model; nothing here holds on to one, which may be assigned over."""
+        for name, buffer in model.named_buffers():
+            record = recorder.resident(buffer, name.rpartition(".")[0])
+            if record is not None:
+                self.buffers.append(record)
+
+    def settle(self, recorder: Recorder, model: nn.Module, moved: frozenset[str] | None) -> None:
+        """Passes before the step left state in modules, unless `moved` is None."""
+        if moved is None:
+            return
+        self.settled, self.moved = True, moved
+        for tensor in kept_tensors(model).values():
+            record = recorder.resident(tensor)
+            if record is not None:
+                self.buffers.append(record)
+
+    def before(self, model: nn.Module) -> list[Held]:
+        """For `note_moved`; it keeps what is assigned over."""
+        return [] if self.settled else [held_by(module) for module in model.modules()]
 
     def note_moved(self, model: nn.Module, before: list[Held], run: Callable[[], Any]) -> None:
         """Which modules the forward pass changes every time; what only the first fills is a cache.
 
         `before` is of before the pass; `run` repeats it.
         """
-        if moved_modules(model, before):
+        if not self.settled and moved_modules(model, before):
             again = [held_by(module) for module in model.modules()]
             run()
             self.moved = moved_modules(model, again)
@@ -131,11 +155,14 @@ def freeze(
         elif role is None and birth < 0 and death is not None:
             birth = death = count  # of the first optimizer step, which only made the state
             role = Role.TRANSIENT
+        elif role is None and birth >= count:
+            birth = death = count  # of a pass after the step
+            role = Role.TRANSIENT
         elif role is None:
             role = role_by_life(record, step.backward_start)
-            if role is Role.BUFFER:
+            if role is Role.BUFFER and not step.settled:
                 birth = -1  # made once and kept by the model: there from the second step on
-        elif role is not Role.GRADIENT:
+        elif role not in (Role.GRADIENT, Role.BUFFER):  # buffers may be assigned over
             death = count
         storages.append(
             Storage(

@@ -188,6 +188,11 @@ class Trace:
         """The first operation of the update; the number of all if none runs after the passes."""
         return next((op.index for op in self.ops if op.phase is Phase.OPTIMIZER), len(self.ops))
 
+    @cached_property
+    def draws(self) -> bool:
+        """Whether an operation draws random numbers from PyTorch's generators."""
+        return any(map(_is_random, {op.name for op in self.ops}))
+
     @property
     def forward_flops(self) -> int:
         """Floating-point operations of the forward pass."""
@@ -200,6 +205,14 @@ class Trace:
 
     def _flops(self, phase: Phase) -> int:
         return sum(op.flops for op in self.ops if op.phase is phase)
+
+
+def _is_random(name: str) -> bool:
+    packet = getattr(torch.ops.aten, name.removeprefix("aten."), None)
+    if packet is None or name == "aten._scaled_dot_product_flash_attention_for_cpu":
+        return False  # tagged, but without dropout
+    overloads = (getattr(packet, overload) for overload in packet.overloads())
+    return any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads)
 
 
 def without_update(trace: Trace) -> Trace:

@@ -6,6 +6,7 @@ import gc
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +17,6 @@ from ..torch_private.fake_tensors import (
     FakeTensorMode,
 )
 from .answers import Answers, with_answers
-from .attributes import held_by
 from .batches import tensors_of
 from .compiled import uncompiled
 from .cuda import CudaKernels
@@ -36,6 +36,7 @@ from .graph import Phase, Trace, live_bytes
 from .hooked import update_in_backward
 from .outside import Outside
 from .recorder import Recorder
+from .settling import FirstPasses, growing
 from .untouched import nothing_changes
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
@@ -95,8 +96,24 @@ def _traced(
             recorder.following(fake),
             recorder,
         ):
-            step = _record_step(recorder, fake, data, loss, fake_optimizer, within)
-    return freeze(recorder, fake, fake_optimizer, step, device)
+            first = FirstPasses(model, fake)
+
+            def run() -> None:
+                loss(fake, data).backward()
+                if answers is not None:
+                    answers.rewind()
+
+            recorder.recording = False
+            if first.moved is not None:
+                first.make_state(run)
+            step = _record_step(
+                recorder, fake, data, loss, fake_optimizer, within, moved=first.moved
+            )
+            made = freeze(recorder, fake, fake_optimizer, step, device)
+            again = first.again(run, made.moved)
+    if again:
+        return _traced(model, batch, loss, optimizer, device, answers)
+    return replace(made, warnings=growing(model))
 
 
 def _record_step(
@@ -106,6 +123,7 @@ def _record_step(
     loss: Loss,
     optimizer: torch.optim.Optimizer | None,
     within: Sequence[torch.optim.Optimizer] = (),
+    moved: frozenset[str] | None = None,
 ) -> RecordedStep:
     step = RecordedStep()
     named = dict(model.named_parameters())
@@ -121,17 +139,15 @@ def _record_step(
         record = recorder.resident(parameter, name.rpartition(".")[0])
         if record is not None:
             step.parameters[name] = record
-    for name, buffer in model.named_buffers():
-        record = recorder.resident(buffer, name.rpartition(".")[0])
-        if record is not None:
-            step.buffers.append(record)
+    step.note_buffers(recorder, model)
     for tensor in tensors_of(batch):
         record = recorder.resident(tensor)
         if record is not None:
             step.inputs.append(record)
+    step.settle(recorder, model, moved)
     recorder.recording = True
 
-    before = [held_by(module) for module in model.modules()]
+    before = step.before(model)
     recorder.phase = Phase.FORWARD
     value = loss(model, batch)
     check_loss(value)

@@ -215,7 +215,7 @@ class Certificate(PlainValues):
         if self.predicted_peak_bytes is None:
             return f"peak: not predicted, measured {measured}; plain {plain}"
         off = 100 * (self.predicted_peak_bytes / self.measured_peak_bytes - 1)
-        checked = "; not checked: execution is random" if self.peak_varies else ""
+        checked = "; not checked: steps differ" if self.peak_varies else ""
         return (
             f"peak: predicted {format_size(self.predicted_peak_bytes)}, measured {measured} "
             f"({off:+.1f}%); plain {plain}{checked}" + ("" if self.peak_ok else "  BROKEN")

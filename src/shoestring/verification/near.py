@@ -20,15 +20,15 @@ import torch
 
 from ..errors import InputError
 from ..techniques.claims import MOVED, Level
-from .distance import (
-    GAIN,
+from ..techniques.distance import (
     NEAR_MULTIPLE,
     NEAR_SPREAD,
     ROUNDING_MULTIPLE,
     RoundingNoise,
-    gain,
+    longer,
 )
-from .noise import EPSILON, noises, trained_in_bits
+from ..techniques.precision.emulated import EPSILON
+from .noise import noises, trained_in_bits
 from .pair import Pair, runs_in_parts
 from .sides import Plain, Trained, plain_name
 
@@ -87,11 +87,21 @@ class NearBounds:
 
     def longer(self, expected: dict[Any, Any], found: dict[Any, Any]) -> float:
         """A common factor of all gradients that 16 bits do not explain; 0 where there is none."""
-        emulated, kind = self._in_16_bits, self._pair.narrow
-        if emulated is None or kind is None:
+        kind = self._pair.narrow
+        if self._in_16_bits is None or kind is None:
             return 0.0
-        apart = gain(expected, found) - gain(expected, emulated.gradients)
-        return apart if abs(apart) > GAIN * EPSILON[kind] else 0.0
+        return longer(expected, found, self._gradients_in_16_bits, EPSILON[kind])
+
+    def _gradients_in_16_bits(self, seed: int | None) -> dict[Any, Any]:
+        assert self._in_16_bits is not None
+        made = self._in_16_bits if seed is None else self._emulated(seed, self._pair.data[:1])
+        return (made or self._in_16_bits).gradients
+
+    def _emulated(self, seed: int | None, data: list[Any]) -> Trained | None:
+        pair = self._pair
+        assert pair.narrow is not None
+        scale = 1.0 if pair.planned.scale is None else float(pair.planned.scale)
+        return trained_in_bits(pair.like_plain(wide=False), pair.narrow, data, seed, scale)
 
     def _near(self) -> dict[str, RoundingNoise]:
         """The effect of the plan's 16 bits on a plain step, and plain rounding."""
@@ -102,10 +112,7 @@ class NearBounds:
         found = {what: RoundingNoise({}, EPSILON[kind] / 2) for what in pair.noise}
         scale = 1.0 if pair.planned.scale is None else float(pair.planned.scale)
         for seed in (None, 0):  # two samples: one number's noise can be zero by luck
-            made = None
-            if pair.exact is not None:
-                side = pair.like_plain(wide=False)
-                made = trained_in_bits(side, kind, pair.data, seed, scale)
+            made = None if pair.exact is None else self._emulated(seed, pair.data)
             if made is None or pair.exact is None:
                 return {what: RoundingNoise({}, EPSILON[kind]) for what in pair.noise}
             self._in_16_bits = self._in_16_bits or made

@@ -18,6 +18,7 @@ from torch import nn
 
 from ..errors import InputError, NoEffectWarning, TraceError
 from ..techniques.claims import Circumstances
+from ..techniques.distance import RoundingNoise
 from ..techniques.plan import Plan
 from ..techniques.splitting import SplitFound
 from ..techniques.splitting.find import find_units
@@ -25,7 +26,6 @@ from ..techniques.splitting.units import AUTO
 from ..trace.blocks import is_normalization
 from ..trace.split import examples_of
 from ..trace.tracing import Loss
-from .distance import RoundingNoise
 from .floats import computed_kinds
 from .noise import noises
 from .other import Against, carried_over

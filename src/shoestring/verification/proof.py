@@ -27,12 +27,7 @@ from typing import Any
 from ..errors import NoEffectWarning
 from ..techniques.base import Technique
 from ..techniques.claims import WHAT, Claims, Level, weakest
-from ..techniques.plan import Plan
-from ..techniques.splitting.draws import open_kernels
-from ..trace.blocks import is_normalization
-from .certificate import Comparison
-from .claims import claims, suspicion
-from .distance import (
+from ..techniques.distance import (
     EXACT,
     EXACT_NARROW,
     NEAR_LARGEST,
@@ -44,6 +39,11 @@ from .distance import (
     distance,
     total,
 )
+from ..techniques.plan import Plan
+from ..techniques.splitting.draws import open_kernels
+from ..trace.blocks import is_normalization
+from .certificate import Comparison
+from .claims import claims, suspicion
 from .near import NearBounds
 from .noise import noises, trained_in_bits
 from .pair import Pair, runs_in_parts

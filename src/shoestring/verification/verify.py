@@ -23,6 +23,7 @@ from ..trace.batches import map_tensors, tensors_of
 from ..trace.draws import has_random_depth
 from ..trace.failures import check_trainable
 from ..trace.fakes import check_optimizer, late_in_training, unwrapped
+from ..trace.settling import makes_state
 from ..trace.streams import rewound
 from ..trace.tracing import Loss
 from ..trace.untouched import hooks_of
@@ -146,8 +147,9 @@ def _with_peak(
         reference=made.reference,
         beside="plain training" if made.against is None else "the model given",
     )
-    # Of a random depth the prediction is the worst draw's.
-    drawn = has_random_depth(model) and measured.peak_bytes <= (predicted or 0)
+    # Of a random depth the prediction is the worst draw's; of state that grows, a later step's.
+    varies = has_random_depth(model) or makes_state(model)
+    drawn = varies and measured.peak_bytes <= (predicted or 0)
     return found if found.peak_ok or not drawn else replace(found, peak_varies=True)
 
 

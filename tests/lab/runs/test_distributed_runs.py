@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from shoestring.lab.runs import snapshot
-from shoestring.verification.distance import relative_error
+from shoestring.techniques.distance import relative_error
 from shoestring.lab.runs.command import Call, start
 
 ROOT = Path(__file__).parents[3]

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import shoestring as ss
 from shoestring.kernels.rounding import Noise
 from shoestring.techniques import Precision
 from shoestring.techniques.precision.blocks import Piece, UpdateBlock, blocks, cut, gather
@@ -163,3 +164,26 @@ def test_a_centered_variance_is_not_negative(kind):
     for _ in range(30):
         step(batch)
     assert model.weight.isfinite().all()
+
+
+def test_a_plain_update_of_scaled_moments_is_refused():
+    """The step that knows their exponents is gone; one that is applied again goes on."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)), torch.randn(4, 8)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x).float().square().mean()
+
+    step = ss.apply([ss.Precision("fp16")], model, optimizer, loss=loss)
+    step(x)
+    del step
+    loss(model, x.half()).backward()
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(ss.InputError, match="an fp16 step that is gone"):
+        optimizer.step()
+    assert all(map(torch.equal, before, model.parameters()))
+    optimizer.zero_grad()
+    ss.apply([ss.Precision("fp16")], model, optimizer, loss=loss)(x)
+    moved = [(b - p).abs().max() for b, p in zip(before, model.parameters(), strict=True)]
+    assert 0 < max(moved) < 3e-2

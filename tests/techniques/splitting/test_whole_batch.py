@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import shoestring as ss
 from shoestring.errors import InputError
@@ -310,3 +311,18 @@ def test_a_tensor_without_elements_counts_nothing() -> None:
     mask = torch.tensor([1, 0, 1, 1, 1, 0, 0, 1])
     found = find_units(nn.Linear(4, 3), (torch.randn(8, 4), mask, mask.new_zeros(8, 0)), loss)
     assert found.splits, found
+
+
+@pytest.mark.parametrize("number_type", [torch.float32, torch.bfloat16])
+def test_a_model_that_checkpoints_by_a_backward_pass_of_its_own(number_type: Any) -> None:
+    """autograd.grad() cannot pass it; weights and hooks stay out of the backward pass that can."""
+    model, given, called = net().to(number_type), batch(), []
+    model[0].weight.register_post_accumulate_grad_hook(called.append)
+
+    def loss(model: nn.Module, b: Any) -> torch.Tensor:
+        x = b[0].to(number_type).requires_grad_()
+        scores = checkpoint(model, x, use_reentrant=True)
+        return F.cross_entropy(scores.float(), b[1])
+
+    assert find_units(model, given, loss).splits
+    assert all(p.grad is None for p in model.parameters()) and not called

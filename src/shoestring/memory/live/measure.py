@@ -28,6 +28,7 @@ from ...trace.freezing import role_by_life
 from ...trace.graph import Phase, Role
 from ...trace.hooked import OURS
 from ...trace.recorder import Recorder
+from ...trace.settling import kept_bytes, kept_tensors
 from ...trace.tracing import Loss
 from ...trace.untouched import Untouched, hooks_of
 from ..cpu.scratch import scratch_bytes
@@ -209,8 +210,13 @@ def track(
             record = recorder.resident(tensor)
             if record is not None:
                 roles[record.index] = role
+    before_bytes = kept_bytes(model)
+    for index in _noted(recorder, model):
+        roles.setdefault(index, Role.BUFFER)
     with recorder:
         step(entering)
+    replaced = kept_bytes(model) <= before_bytes
+    latest = _noted(recorder, model) if replaced else set()
     note_gradients()  # those that wait for a later step to update from them
 
     # Roles are known only now, so the peak is found afterwards, tick by tick of births and deaths.
@@ -218,7 +224,7 @@ def track(
     for record in recorder.storages:
         if record.died is not None:
             deltas[record.died] -= record.nbytes
-        elif roles.get(record.index) is not Role.GRADIENT:
+        elif roles.get(record.index) is not Role.GRADIENT and record.index not in latest:
             record.born = 0  # made once and kept: there from the second step on
         deltas[record.born] += record.nbytes
     totals = deltas.cumsum()
@@ -232,6 +238,12 @@ def track(
     bytes_by_role[Role.INPUT] -= unseen
     found = _report("cpu", bytes_by_role)
     return replace(found, scratch_bytes=_scratch_above(recorder, found.peak_bytes + unseen))
+
+
+def _noted(recorder: Recorder, model: nn.Module) -> set[int]:
+    """Records of what modules keep; they may assign over it."""
+    records = (recorder.storage_of(tensor) for tensor in kept_tensors(model).values())
+    return {record.index for record in records if record is not None}
 
 
 def _scratch_above(recorder: Recorder, peak_bytes: int) -> int:

@@ -175,9 +175,12 @@ class Checkpointing(Technique):
         """The schedule of the backward pass changes; sizes do not."""
         return replace(trace, checkpoint=self._text, checkpoint_blocks=self.blocks)
 
-    def untraced_bytes(self, device: str) -> int:
-        """On the CPU: the state of the random generator, which every region of a schedule keeps."""
+    def untraced_bytes(self, device: str, draws: bool = True) -> int:
+        """On the CPU: states of the random generator. Regions of a schedule share them until
+        something is drawn; one more is there while a region is recomputed."""
         kept = sum(map(_random_states, read(self.schedule))) if self.schedule else 0
+        if kept:
+            kept = 1 + (kept if draws else 1)
         return kept * torch.get_rng_state().nbytes if device == "cpu" else 0
 
     def check(self, setup: Setup) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ...torch_private.dispatch import without_modes
 from ...torch_private.trees import tree_flatten, tree_map, tree_unflatten
 from ..draws import observer
 from ..function_writes import may_write
@@ -55,13 +57,15 @@ def region(
     state = state or ModuleState([model])
     first = state.watch(leaves[i] for i in places)
     compares = comparing()
-    again = partial(Again, model, kept, first, compares=compares)
+    on_cuda = torch.cuda.is_initialized()
+    streams = nullcontext if on_cuda or not _keeps_state() else shared_streams([])
+    again = partial(Again, model, kept, first, streams, compares)
     with keeps_inputs(of_block=True), inside(model, state, first):
         out = checkpoint(
             rebuilt,
             *(leaves[i] for i in places),
             use_reentrant=False,
-            preserve_rng_state=_keeps_state(),
+            preserve_rng_state=on_cuda and _keeps_state(),
             determinism_check=CHECK if compares else "default",
             context_fn=lambda: (_keeping(kept, first, compares), again()),
         )
@@ -77,10 +81,38 @@ def _keeps_state() -> bool:
     return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
 
+_LATEST: WeakValueDictionary[str, torch.Tensor] = WeakValueDictionary()
+"""The state of the CPU's generator that was kept last, while a region still keeps it."""
+
+
+def shared_streams(devices: Sequence[int]) -> Callable[[], AbstractContextManager[Any]]:
+    """Contexts in which PyTorch's generators go on from where they are now.
+
+    PyTorch's own checkpoints copy the state of the CPU's generator, 5 KB, for every region. Here
+    regions share one while nothing is drawn.
+    """
+    cpu, held = torch.get_rng_state(), _LATEST.get("cpu")
+    with without_modes():  # it is not an operation of the step
+        if held is not None and torch.equal(held, cpu):
+            cpu = held
+    _LATEST["cpu"] = cpu
+    cuda = [torch.cuda.get_rng_state(device) for device in devices]
+
+    @contextmanager
+    def streams() -> Iterator[None]:
+        with torch.random.fork_rng(devices):
+            torch.set_rng_state(cpu)
+            for device, state in zip(devices, cuda, strict=True):
+                torch.cuda.set_rng_state(state, device)
+            yield
+
+    return streams
+
+
 class Again:
     """Recomputation: puts the model's state back and notifies the observer.
 
-    PyTorch puts back the random streams; with `streams` it is done here.
+    On CUDA PyTorch puts back the random streams; with `streams` it is done here.
     """
 
     def __init__(
@@ -100,17 +132,7 @@ class Again:
         if not _keeps_state():
             return cls(model, (), state.watch(), _not_captured)
         devices = sorted({p.device.index for p in model.parameters() if p.is_cuda})
-        cpu, cuda = torch.get_rng_state(), [torch.cuda.get_rng_state(d) for d in devices]
-
-        @contextmanager
-        def streams() -> Iterator[None]:
-            with torch.random.fork_rng(devices):
-                torch.set_rng_state(cpu)
-                for device, held in zip(devices, cuda, strict=True):
-                    torch.cuda.set_rng_state(held, device)
-                yield
-
-        return cls(model, (), state.watch(), streams)
+        return cls(model, (), state.watch(), shared_streams(devices))
 
     def first_pass(self) -> AbstractContextManager[Any]:
         """For the first pass, outside of a checkpoint: what it writes in place is copied."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, cast
@@ -21,6 +22,7 @@ from ..registry import register
 from .check import check_hooks, check_model, check_optimizer, named_failures
 from .convert import lower_model
 from .estimate import estimate_update
+from .loading import guard
 from .moments import ScaledMoments
 from .scaling import LossScale
 from .state import PrecisionState
@@ -177,6 +179,7 @@ class Precision(Technique):
         rounding = self.rounding or ("nearest" if target is torch.float16 else "stochastic")
         update = NarrowUpdate(setup.optimizer, scale, noise, stochastic=rounding == "stochastic")
         setup.undo.append(update.state.convert())
+        weakref.finalize(setup, guard, setup.optimizer).atexit = False
         setup.update = update
         setup.state[self.name] = PrecisionState(scale, noise)
         setup.loss_scale, setup.update_on_device = scale, True

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from ...errors import InputError
+from ...trace.fakes import EACH
 from .blocks import Piece, Rows, UpdateBlock, gather
 from .convert import cast
 from .moments import SUFFIX, MomentStorage, is_moment
@@ -27,6 +29,9 @@ class StoredState:
     def convert(self) -> Callable[[], None]:
         """Store what state there is; state loaded later from an FP32 run too. Returns the undo."""
         optimizer = self._optimizer
+        for number, hook in list(optimizer._optimizer_step_pre_hooks.items()):
+            if hook is _refuse:  # a step before this one is gone
+                del optimizer._optimizer_step_pre_hooks[number]
         original = dict(optimizer.state)
         for parameter, state in original.items():
             optimizer.state[parameter] = self.stored(parameter, state)
@@ -78,6 +83,24 @@ class StoredState:
                     wide = gather([value[part]], torch.float32)
                     self._storage.write(block, [made], key, wide, None)
         return made
+
+
+def guard(optimizer: Optimizer) -> None:
+    """Once no step reads moments with exponents any more: the optimizer's own step refuses them."""
+    if any(SUFFIX in key for held in optimizer.state.values() for key in held):
+        optimizer.register_step_pre_hook(_refuse)
+
+
+def _refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if any(SUFFIX in key for held in optimizer.state.values() for key in held):
+        raise InputError(
+            f"the moments of this {type(optimizer).__name__} are kept times powers of two, by an "
+            "fp16 step that is gone: a plain update would move weights too far",
+            hint="keep the step and call it, apply fp16 again, or make a new optimizer",
+        )
+
+
+setattr(_refuse, EACH, True)
 
 
 _MARK = "moments_in_16_bits"

@@ -47,6 +47,8 @@ class CopyRuns:
         """The loss takes gradients itself: a penalty, an inner step."""
         self.backward = False
         """The loss ran a backward pass of the model."""
+        self._reentrant = False
+        """The model recomputes by a backward pass within: it has gradients of all or of none."""
         self.left: Left = {}
         """By the last run."""
         self.within: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -68,6 +70,21 @@ class CopyRuns:
 
         The copy has the attributes that are `given`.
         """
+        try:
+            return self._run(batch, mode, parameters, given)
+        except Failed as error:
+            if self._reentrant or "use_reentrant=True" not in str(error):
+                raise
+            self._reentrant = True
+            return self._run(batch, mode, parameters, given)
+
+    def _run(
+        self,
+        batch: Any,
+        mode: Any,
+        parameters: Sequence[torch.Tensor] | None,
+        given: Left | None,
+    ) -> Any:
         rewind = kept_streams()
         try:
             with self._copy() as (model, memo), self._context(), mode:
@@ -84,6 +101,9 @@ class CopyRuns:
                 if parameters is None:
                     return value.detach()
                 wanted = [memo[id(p)] for p in parameters]
+                if self._reentrant:
+                    value.backward()
+                    return [p.grad for p in wanted]
                 return torch.autograd.grad(value, wanted, allow_unused=True)
         except Failed:
             raise
@@ -109,10 +129,15 @@ class CopyRuns:
         if self.wide:
             made = wide_model(self._model, memo)
         else:
-            memo = {id(p): p for p in self._model.parameters()}
+            memo = {} if self._reentrant else {id(p): p for p in self._model.parameters()}
             for p in {*self._zeros, *(self._scaled if self.times != 1 else ())}:
+<<<<<<< HEAD
                 del memo[id(p)]
             made = copied_model(self._model, memo)
+=======
+                memo.pop(id(p), None)
+            made = copy.deepcopy(self._model, memo)
+>>>>>>> left
         held = ((p, memo.get(id(p), p)) for p in self._model.parameters())
         copy_gradient_hooks(held)
         with torch.no_grad():

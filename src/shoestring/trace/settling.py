@@ -1,0 +1,109 @@
+"""State that the first steps make, and later ones read: queues, averages, caches.
+
+    self.bank.append(h.detach())            a deque of 24 grows for 24 passes
+    if self.mean is None: self.mean = …     the first pass takes another way than all others
+
+A trace is of a step like all later ones. So where its passes left more behind than they found, and
+one more leaves other things again, the step is traced anew, after as many passes as it takes until
+modules keep as much as before.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from .attributes import held_by
+
+MOST = 32
+"""Passes after which a state that still grows is not followed further."""
+
+_unsettled: weakref.WeakKeyDictionary[nn.Module, frozenset[str]]
+_unsettled = weakref.WeakKeyDictionary()
+"""Models whose first steps make state, and `RecordedStep.moved` of such a first step."""
+_growing: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Those whose state did not stop to grow."""
+
+
+class FirstPasses:
+    """Of one trace of a model: whether state has to be made first, and was."""
+
+    def __init__(self, model: nn.Module, fake: nn.Module) -> None:
+        self._model, self._fake = model, fake
+        self.moved: frozenset[str] | None = _unsettled.get(model)
+        """None where no state has to be made."""
+        self._before = kept_bytes(fake)
+
+    def make_state(self, run: Callable[[], Any]) -> None:
+        """Run passes until the model keeps as much as before."""
+        held = self._before
+        gradients = {p: p.grad for p in self._fake.parameters()}
+        for _ in range(MOST):
+            run()
+            for parameter, gradient in gradients.items():
+                parameter.grad = gradient
+            now = kept_bytes(self._fake)
+            if now <= held:
+                break
+            held = now
+        else:
+            _growing.add(self._model)
+
+    def again(self, run: Callable[[], Any], moved: frozenset[str]) -> bool:
+        """Whether the step has to be traced anew, with state that is made before it."""
+        kept = kept_tensors(self._fake)
+        if self.moved is not None or kept_bytes(self._fake) <= self._before:
+            return False
+        try:
+            run()
+        except Exception:  # of values that only one pass has been given
+            return False
+        if kept_tensors(self._fake).keys() == kept.keys():
+            return False  # filled once, and read from then on
+        _unsettled[self._model] = moved
+        return True
+
+
+def makes_state(model: nn.Module) -> bool:
+    """Whether its first steps were found to make state that later ones read."""
+    return model in _unsettled
+
+
+def growing(model: nn.Module) -> tuple[str, ...]:
+    """What to say of a model whose state did not stop to grow."""
+    if model not in _growing:
+        return ()
+    return (
+        f"{type(model).__name__} keeps more with every step, after {MOST} steps still: later steps "
+        "take more than predicted. Predict with a model that has trained until that ends",
+    )
+
+
+def kept_tensors(model: nn.Module) -> dict[int, torch.Tensor]:
+    """By storage, all that modules hold beside parameters: in buffers, attributes, containers."""
+    own = {id(p) for p in model.parameters()}
+    found: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for value, _ in held_by(module).values():
+            for tensor in _tensors_in(value, 3):
+                if id(tensor) not in own and tensor.layout is torch.strided:
+                    found[tensor.untyped_storage()._cdata] = tensor
+    return found
+
+
+def _tensors_in(value: Any, deepest: int) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif deepest and isinstance(value, (Mapping, list, tuple, set, deque)):
+        for one in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors_in(one, deepest - 1)
+
+
+def kept_bytes(model: nn.Module) -> int:
+    """Of the storages of these."""
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept_tensors(model).values())
