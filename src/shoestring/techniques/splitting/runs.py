@@ -131,13 +131,8 @@ class CopyRuns:
         else:
             memo = {} if self._reentrant else {id(p): p for p in self._model.parameters()}
             for p in {*self._zeros, *(self._scaled if self.times != 1 else ())}:
-<<<<<<< HEAD
-                del memo[id(p)]
-            made = copied_model(self._model, memo)
-=======
                 memo.pop(id(p), None)
-            made = copy.deepcopy(self._model, memo)
->>>>>>> left
+            made = copied_model(self._model, memo)
         held = ((p, memo.get(id(p), p)) for p in self._model.parameters())
         copy_gradient_hooks(held)
         with torch.no_grad():
