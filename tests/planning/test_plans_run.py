@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import shoestring as ss
 from shoestring.techniques.offers import Context
@@ -148,3 +149,28 @@ def test_no_16_bits_beside_a_network_in_fp32_that_the_loss_holds() -> None:
     given = context(net(), lambda model, x: judge(model(x)).square().mean())
     assert not runs_in(given, torch.bfloat16)
     assert not runs_in(given, torch.float16)
+
+
+class Keeps(nn.Module):
+    """Its weight is the result of a hook, and the layer remembers what it made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = prune.random_unstructured(nn.Linear(64, 64), "weight", 0.5)
+        self.made: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.made = [torch.tanh(self.layer(x))]
+        return x + self.made[0]
+
+
+def test_a_model_that_keeps_results_is_planned_and_verified() -> None:
+    """`copy.deepcopy` refuses tensors with a graph: masked weights, features, attention maps."""
+    model, x = nn.Sequential(*(Keeps() for _ in range(4))), torch.randn(256, 64)
+    plain(model, x).backward()  # it was used before
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    given: dict[str, Any] = {"loss": plain, "optimizer": optimizer}
+    profile = ss.profile(model, x, accounting="device", **given)
+    plan = ss.plan(model, x, budget=int(0.8 * profile.peak_bytes), allow="lossless", **given)
+    assert not plan.by_running
+    assert ss.verify(plan, model, [x], steps=1, **given).ok

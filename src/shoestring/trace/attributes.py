@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 _OWN = frozenset({"_parameters", "_modules", "_buffers", "forward"})
 CONTAINERS = (list, dict, set, deque, bytearray)
@@ -25,6 +26,28 @@ CHANGING = (*CONTAINERS, *GENERATORS)
 _BUFFER = "_buffers."
 Held = dict[str, tuple[Any, Any]]
 """Name → the object, and a copy of it if it is a container; the state of a generator."""
+
+
+class _WithoutGraphs(TorchFunctionMode):
+    """Within, `deepcopy` copies the result of a function as well, without its graph."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.Tensor.__deepcopy__ and not args[0].is_leaf:
+            tensor, memo = args
+            return memo.setdefault(id(tensor), tensor.detach().clone())
+        return func(*args, **(kwargs or {}))
+
+
+def copied_model(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
+    """A deep copy, also of a module that keeps a result: `self.features = …`, weights by hooks.
+
+    PyTorch refuses to copy those. The next forward pass makes them anew: from a graph that is
+    freed no step can train.
+    """
+    with _WithoutGraphs():
+        return copy.deepcopy(model, memo)
 
 
 def held_by(module: nn.Module) -> Held:

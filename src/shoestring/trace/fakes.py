@@ -16,6 +16,7 @@ from torch import nn
 
 from ..errors import InputError, TraceError, needs_extra
 from ..torch_private.fake_tensors import FakeTensor, FakeTensorMode, as_parameter, make_fake
+from .attributes import copied_model
 from .batches import check_layouts, map_tensors, sizes_of_packed, tensors_of
 from .values import stand_for
 
@@ -111,7 +112,7 @@ def fake_model(model: nn.Module, mode: FakeTensorMode) -> tuple[nn.Module, dict[
         fake = as_parameter(memo[id(parameter)], parameter.requires_grad)
         mapping[id(parameter)] = fake
     try:
-        made = copy.deepcopy(model, memo)
+        made = copied_model(model, memo)
     except Exception as error:
         raise TraceError(
             f"the model could not be copied for tracing: {error}",

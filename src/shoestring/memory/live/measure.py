@@ -14,6 +14,7 @@ from torch import nn
 from ...errors import InputError
 from ...plain_values import PlainValues
 from ...torch_private.storages import held_in
+from ...torch_private.trees import tensor_leaves
 from ...trace.batches import check_layouts, tensors_of
 from ...trace.failures import check_loss, check_module, user_code
 from ...trace.fakes import (
@@ -26,7 +27,7 @@ from ...trace.fakes import (
 from ...trace.freezing import role_by_life
 from ...trace.graph import Phase, Role
 from ...trace.hooked import OURS
-from ...trace.recorder import Recorder
+from ...trace.recorder import Recorder, StorageRecord
 from ...trace.tracing import Loss
 from ...trace.untouched import Untouched, as_it_was, hooks_of
 from ..cpu.scratch import scratch_bytes
@@ -208,8 +209,10 @@ def track(
             record = recorder.resident(tensor)
             if record is not None:
                 roles[record.index] = role
+    _in_attributes(recorder, model)
     with recorder:
         step(entering)
+    renewed = {record.index for record in _in_attributes(recorder, model)}
     note_gradients()  # those that wait for a later step to update from them
 
     # Roles are known only now, so the peak is found afterwards, tick by tick of births and deaths.
@@ -217,7 +220,7 @@ def track(
     for record in recorder.storages:
         if record.died is not None:
             deltas[record.died] -= record.nbytes
-        elif roles.get(record.index) is not Role.GRADIENT:
+        elif roles.get(record.index) is not Role.GRADIENT and record.index not in renewed:
             record.born = 0  # made once and kept: there from the second step on
         deltas[record.born] += record.nbytes
     totals = deltas.cumsum()
@@ -231,6 +234,12 @@ def track(
     bytes_by_role[Role.INPUT] -= unseen
     found = _report("cpu", bytes_by_role)
     return replace(found, scratch_bytes=_scratch_above(recorder, found.peak_bytes + unseen))
+
+
+def _in_attributes(recorder: Recorder, model: nn.Module) -> list[StorageRecord]:
+    """Of results that modules keep until the next step makes others in their place."""
+    kept = (leaf for module in model.modules() for leaf in tensor_leaves([*vars(module).values()]))
+    return [record for leaf in kept if (record := recorder.storage_of(leaf)) is not None]
 
 
 def _scratch_above(recorder: Recorder, peak_bytes: int) -> int:

@@ -10,7 +10,6 @@ so a forward pass over the whole batch follows, which saves nothing for backward
 
 from __future__ import annotations
 
-import copy
 import warnings
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch
 from torch import nn
 
 from ...errors import InputError
+from ...trace.attributes import copied_model
 from ...trace.batches import map_tensors, tensors_of
 from ...trace.fakes import hooks_its_step, is_fake
 from ...trace.split import cut, examples_of
@@ -51,7 +51,7 @@ def runs_in(context: Context, kind: torch.dtype) -> bool:
     with warnings.catch_warnings(), rewound_streams(), untouched, observed_by(None):
         warnings.simplefilter("ignore")
         try:
-            lowered = copy.deepcopy(model)
+            lowered = copied_model(model)
             lower_model(_setup(context, lowered), kind)
             few = map_tensors(lambda t: _cast(t, kind), _few(context.batch))
             half = kind is torch.float16
@@ -100,13 +100,13 @@ def _whole_loss_is_finite(context: Context, lowered: nn.Module) -> bool:
     with torch.no_grad():
         if bool(torch.isfinite(context.loss(lowered, whole)).all()):
             return True
-        own = copy.deepcopy(context.model)
+        own = copied_model(context.model)
         return not bool(torch.isfinite(context.loss(own, context.batch)).all())
 
 
 def _is_finite_in_its_own(context: Context) -> bool:
     """The same gradients in the model's type; what is not finite there says nothing about FP16."""
     assert context.loss is not None
-    own = copy.deepcopy(context.model)
+    own = copied_model(context.model)
     context.loss(own, _few(context.batch)).backward()
     return _is_finite(own)
