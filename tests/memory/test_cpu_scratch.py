@@ -313,6 +313,7 @@ PICKED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "rows by a mask": lambda x: x[x[:, :, 0] > 0],
     "written by a mask": lambda x: x.clone().index_put((x > 0,), 2 * x[x > 0]),
     "selected": lambda x: x.masked_select(x > 0),
+    "selected by rows": lambda x: x.masked_select(x[:, :, :1] > 0),
     "scattered": lambda x: x.masked_scatter(x.detach() > 0, x.flatten()),
     "medians": lambda x: x.median(0)[0] + x.nanmedian(1)[0].sum() + x.median(),
     "drawn": lambda x: x * x.flatten(1).softmax(1).detach().multinomial(3).sum(),
@@ -336,6 +337,10 @@ MATRICES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "eigenvectors": lambda x: torch.linalg.eigh(x + x.mT)[1],
     "singular values": lambda x: torch.linalg.svdvals(x[:, :, :40]),
     "bilinear": lambda x: F.bilinear(x[0], x[1], x),
+    "products of complex numbers": lambda x: (torch.complex(x, x + 1) @ torch.complex(x, -x)).abs(),
+    "a spectrum filtered": lambda x: torch.fft.irfft(
+        torch.einsum("bcx,dcx->bdx", torch.fft.rfft(x), torch.fft.rfft(x[:2] + 1))
+    ),
 }  # fmt: skip
 
 

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import shoestring as ss
 from architectures import ARCHITECTURES
 from shoestring.errors import InputError
 from shoestring.memory.live.measure import measure, training_step
@@ -110,6 +111,23 @@ def test_hooks_that_a_first_step_sets_within_are_taken_back() -> None:
     measure(model, torch.randn(2, 4), loss=lambda m, b: m(b).mean())
     model(torch.randn(2, 4))
     assert model.seen == [0, 1]
+
+
+def test_a_mode_that_the_loss_sets_before_the_first_call_is_taken_back() -> None:
+    """Adversarial examples, or pseudo-labels, are made in evaluation mode."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        model.eval()
+        target = model(batch).detach()
+        if target.sum().item() > 1e9:  # a value: `profile` computes the loss for real
+            return target.sum()
+        model.train()
+        return (model(batch) - target).square().mean()
+
+    for tell in (measure, ss.profile):
+        tell(model, torch.randn(2, 4), loss=loss)
+        assert all(module.training for module in model.modules())
 
 
 def test_steps_are_real_and_taken_back() -> None:

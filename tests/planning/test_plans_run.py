@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import shoestring as ss
 from shoestring.techniques.offers import Context
@@ -169,3 +170,28 @@ def test_no_bf16_where_it_changes_gradients() -> None:
         )  # fmt: skip
         assert certificate.ok is near, certificate
         assert runs_in(given, type_) is near
+
+
+class Keeps(nn.Module):
+    """Its weight is the result of a hook, and the layer remembers what it made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = prune.random_unstructured(nn.Linear(64, 64), "weight", 0.5)
+        self.made: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.made = [torch.tanh(self.layer(x))]
+        return x + self.made[0]
+
+
+def test_a_model_that_keeps_results_is_planned_and_verified() -> None:
+    """`copy.deepcopy` refuses tensors with a graph: masked weights, features, attention maps."""
+    model, x = nn.Sequential(*(Keeps() for _ in range(4))), torch.randn(256, 64)
+    plain(model, x).backward()  # it was used before
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    given: dict[str, Any] = {"loss": plain, "optimizer": optimizer}
+    profile = ss.profile(model, x, accounting="device", **given)
+    plan = ss.plan(model, x, budget=int(0.8 * profile.peak_bytes), allow="lossless", **given)
+    assert not plan.by_running
+    assert ss.verify(plan, model, [x], steps=1, **given).ok

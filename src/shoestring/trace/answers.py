@@ -44,10 +44,9 @@ from ..torch_private.fake_tensors import (
 from ..torch_private.trees import tensor_leaves, tree_leaves, tree_map
 from .batches import tensors_of
 from .draws import extreme, is_single_draw, pinned
-from .fakes import same_random_streams
 from .packed import is_padding, padded
 from .split import cut, examples_of
-from .untouched import Untouched, hooks_of
+from .untouched import Untouched, as_it_was, hooks_of
 from .values import stand_for
 
 _aten = torch.ops.aten
@@ -327,8 +326,7 @@ def _recorded(model: nn.Module, batch: Any, loss: Callable[..., Any], *, keep: b
     answers = Answers()
     with ExitStack() as stack:
         stack.enter_context(without_modes())
-        stack.enter_context(same_random_streams())
-        stack.enter_context(Untouched([loss, *hooks_of(model)]))
+        stack.enter_context(as_it_was(model, Untouched([loss, *hooks_of(model)])))
         dropped = torch.autograd.graph.saved_tensors_hooks(lambda t: None, lambda packed: packed)
         stack.enter_context(nullcontext() if keep else dropped)
         stack.enter_context(answers.following(model, copied=False))

@@ -1,8 +1,9 @@
-"""Model → a copy whose functions read the copy.
+"""Model → a copy, where `copy.deepcopy` refuses one, or makes one that goes on using the original.
 
-`copy.deepcopy` takes functions as they are. One that is set on a module, `block.forward = again`,
-or registered as a hook may hold a module of the model: in a closure, an argument's default or a
-`functools.partial`. In a plain copy it would go on reading, and training, the original.
+It refuses tensors with a graph: a result that a module keeps, a weight that a hook makes. And it
+takes functions as they are. One that is set on a module, `block.forward = again`, or registered as
+a hook may hold a module of the model: in a closure, an argument's default or a `functools.partial`.
+In a plain copy it would go on reading, and training, the original.
 """
 
 from __future__ import annotations
@@ -12,13 +13,20 @@ import functools
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
+import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 
 def copied_model(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
-    """A deep copy; `memo` is as for `copy.deepcopy`."""
+    """A deep copy; `memo` is as for `copy.deepcopy`.
+
+    Results of functions are copied without their graph. The next forward pass makes them anew: from
+    a graph that is freed no step can train.
+    """
     memo = {} if memo is None else memo
-    made = copy.deepcopy(model, memo)
+    with _WithoutGraphs():
+        made = copy.deepcopy(model, memo)
     functions = _Functions(memo)
     for module in made.modules():
         held = vars(module)
@@ -27,6 +35,18 @@ def copied_model(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Mod
             if now is not value:
                 held[name] = now
     return made
+
+
+class _WithoutGraphs(TorchFunctionMode):
+    """Within, `deepcopy` copies the result of a function as well, without its graph."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.Tensor.__deepcopy__ and not args[0].is_leaf:
+            tensor, memo = args
+            return memo.setdefault(id(tensor), tensor.detach().clone())
+        return func(*args, **(kwargs or {}))
 
 
 class _Functions:

@@ -116,6 +116,8 @@ class Op:
     strided: tuple[tuple[str, tuple[int, ...]], ...] = ()
     """Tensor arguments that are not contiguous, which some kernels copy first, each with the order
     of its dimensions in memory (slowest first); empty where elements overlap or leave gaps."""
+    conjugated: tuple[str, ...] = ()
+    """Complex arguments whose conjugate is read, though memory holds them as they are."""
     times: int = 1
     """How many alike it stands for, one after the other (`passes.counted`); `flops` are of all."""
 

@@ -316,6 +316,7 @@ class Recorder(OperationMode):
             forward_op=forward_op,
             settings=tuple(_settings(func, args, kwargs)),
             strided=tuple(_strided(func, args, kwargs)),
+            conjugated=tuple(_conjugated(func, args, kwargs)),
             times=times(),
         )
 
@@ -448,6 +449,14 @@ def _strided(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[str, tuple[int
         elif known.convolves:
             if suggest_memory_format(given) is not torch.contiguous_format:  # an extent is one
                 yield name, channels_last_order(given.dim())
+
+
+def _conjugated(func: Any, args: Any, kwargs: Any) -> Iterator[str]:
+    for position, name, _ in _facts(func).arguments:
+        given = args[position] if position < len(args) else kwargs.get(name)
+        for label, tensor in _tensors(name, given):
+            if tensor.dtype.is_complex and tensor.is_conj():
+                yield label
 
 
 def _memory_order(tensor: torch.Tensor) -> tuple[int, ...]:

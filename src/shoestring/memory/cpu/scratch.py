@@ -51,7 +51,15 @@ def scratch_above(trace: Trace, totals: np.ndarray) -> int:
 def scratch_bytes(op: Op) -> int:
     """Of one operation, at most."""
     rule = _RULES.get(op.name.partition(".")[2], cast_bytes)
-    return rule(op)
+    return rule(op) + (_conjugates(op) if op.conjugated else 0)
+
+
+def _conjugates(op: Op) -> int:
+    """Kernels copy what they read as its conjugate, but where that is the result."""
+    if op.is_view or not op.outputs:
+        return 0
+    copied = sum(nbytes_of(spec) for name, spec in op.inputs if name in op.conjugated)
+    return 0 if op.name in ("aten.clone", "aten._conj_physical") else copied
 
 
 def _coalesced(op: Op) -> int:

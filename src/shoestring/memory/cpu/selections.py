@@ -30,8 +30,12 @@ def by_mask(op: Op) -> int:
 
 
 def masked_select(op: Op) -> int:
-    """How many come before each element, before the result is there."""
-    return 8 * dict(op.inputs)["mask"].numel + _SUMS
+    """How many come before each element, before the result is there; the mask once more if it is
+    broadcast or strided."""
+    given = dict(op.inputs)
+    alike = given["mask"].shape == given["self"].shape and not op.strided
+    both = torch.broadcast_shapes(given["mask"].shape, given["self"].shape)
+    return (8 if alike else 16) * math.prod(both) + _SUMS
 
 
 def masked_gradient(op: Op) -> int:

@@ -20,7 +20,6 @@ from ...trace.fakes import (
     check_optimizer,
     late_in_training,
     make_optimizer,
-    same_random_streams,
     span,
     unwrapped,
 )
@@ -30,7 +29,7 @@ from ...trace.hooked import OURS
 from ...trace.recorder import Recorder
 from ...trace.settling import kept_bytes, kept_tensors
 from ...trace.tracing import Loss
-from ...trace.untouched import Untouched, hooks_of
+from ...trace.untouched import Untouched, as_it_was, hooks_of
 from ..cpu.scratch import scratch_bytes
 
 Optimizer = torch.optim.Optimizer
@@ -91,7 +90,7 @@ def measure(
     else:
         check_optimizer(optimizer)
         updates = unwrapped(optimizer)
-    with same_random_streams(), Untouched([loss, *hooks_of(model)]):
+    with as_it_was(model, Untouched([loss, *hooks_of(model)])):
         with user_code():
             for _ in range(max(warmup_steps, 1)):
                 training_step(model, batch, loss, updates)

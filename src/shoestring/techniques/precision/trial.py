@@ -106,7 +106,7 @@ def _is_near(context: Context, kind: torch.dtype) -> bool:
     if batch is None:
         return True
     loss, name = context.loss, "bf16" if kind is torch.bfloat16 else "fp16"
-    own, lowered = copy.deepcopy(context.model), copy.deepcopy(context.model)
+    own, lowered = copied_model(context.model), copied_model(context.model)
     lower_model(_setup(context, lowered), kind)
     before = stream_states()
     expected = _gradients(own, batch, loss, 1.0)
