@@ -5,7 +5,6 @@ Differences that are left between two such steps are not rounding.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +14,7 @@ from torch import nn
 
 from ..torch_private.dispatch import OperationMode
 from ..torch_private.trees import tensor_leaves, tree_map
+from .attributes import copied_model
 from .batches import map_tensors
 
 _WIDER = {
@@ -33,7 +33,7 @@ def widened(tensor: torch.Tensor) -> torch.Tensor:
 
 def wide_model(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
     """A copy in FP64, with tensors that are plain attributes of modules."""
-    made = copy.deepcopy(model, memo)
+    made = copied_model(model, memo)
     for module in made.modules():
         for name, held in vars(module).items():
             if isinstance(held, torch.Tensor):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..errors import InputError
+from ..trace.attributes import copied_model
 from ..trace.fakes import check_optimizer, make_optimizer
 from ..trace.tracing import Loss
 from .sides import Optimizer, plain_name
@@ -31,7 +31,7 @@ def carried_over(
             hint="verify([], model, batches, against=other, …)",
         )
     memo: dict[int, Any] = {}
-    other = copy.deepcopy(given[0], memo)
+    other = copied_model(given[0], memo)
     _load(other, model)
     own_loss: Loss = given[2] if len(given) > 2 else loss
     if len(given) > 1 and given[1] is not None:

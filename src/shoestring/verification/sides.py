@@ -20,6 +20,7 @@ from ..step.step import Step
 from ..techniques.plan import Plan
 from ..techniques.splitting.draws import Draw, Drawn, Slices
 from ..techniques.splitting.units import weights
+from ..trace.attributes import copied_model
 from ..trace.batches import map_tensors, tensors_of
 from ..trace.failures import other_model, user_code
 from ..trace.fakes import check_optimizer, copied_optimizer, unwrapped
@@ -84,7 +85,7 @@ class Side:
     def __init__(
         self, model: nn.Module, optimizer: Optimizer, loss: Loss, *, wide: bool = False
     ) -> None:
-        self.model, self.loss, self.wide = copy.deepcopy(model), loss, wide
+        self.model, self.loss, self.wide = copied_model(model), loss, wide
         self._original = model
         # By their order: a scripted module copies its parameters without telling.
         pairs = zip(model.parameters(), self.model.parameters(), strict=True)

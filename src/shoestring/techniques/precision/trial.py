@@ -14,7 +14,6 @@ gradients are compared with plain ones, by the bounds of `ss.verify`, where that
 
 from __future__ import annotations
 
-import copy
 import warnings
 from functools import cache
 from typing import Any
@@ -25,6 +24,7 @@ from torch import nn
 from ...errors import InputError
 from ...memory.device import device_timeline
 from ...memory.work import work_of_passes
+from ...trace.attributes import copied_model
 from ...trace.batches import map_tensors, tensors_of
 from ...trace.fakes import hooks_its_step, is_fake
 from ...trace.split import cut, examples_of
@@ -65,7 +65,7 @@ def runs_in(context: Context, kind: torch.dtype) -> bool:
     with warnings.catch_warnings(), rewound_streams(), untouched, observed_by(None):
         warnings.simplefilter("ignore")
         try:
-            lowered = copy.deepcopy(model)
+            lowered = copied_model(model)
             lower_model(_setup(context, lowered), kind)
             few = map_tensors(lambda t: _cast(t, kind), _few(context.batch))
             half = kind is torch.float16
@@ -106,7 +106,7 @@ def _is_near(context: Context, kind: torch.dtype) -> bool:
     if batch is None:
         return True
     loss, name = context.loss, "bf16" if kind is torch.bfloat16 else "fp16"
-    own, lowered = copy.deepcopy(context.model), copy.deepcopy(context.model)
+    own, lowered = copied_model(context.model), copied_model(context.model)
     lower_model(_setup(context, lowered), kind)
     before = stream_states()
     expected = _gradients(own, batch, loss, 1.0)
@@ -185,13 +185,13 @@ def _whole_loss_is_finite(context: Context, lowered: nn.Module) -> bool:
     with torch.no_grad():
         if bool(torch.isfinite(context.loss(lowered, whole)).all()):
             return True
-        own = copy.deepcopy(context.model)
+        own = copied_model(context.model)
         return not bool(torch.isfinite(context.loss(own, context.batch)).all())
 
 
 def _is_finite_in_its_own(context: Context) -> bool:
     """The same gradients in the model's type; what is not finite there says nothing about FP16."""
     assert context.loss is not None
-    own = copy.deepcopy(context.model)
+    own = copied_model(context.model)
     context.loss(own, _few(context.batch)).backward()
     return _is_finite(own)

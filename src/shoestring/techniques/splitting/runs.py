@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...trace.attributes import assigned
+from ...trace.attributes import assigned, copied_model
 from ...trace.batches import map_tensors
 from ...trace.blocks import is_normalization
 from ...trace.hooked import copy_gradient_hooks
@@ -132,7 +131,7 @@ class CopyRuns:
             memo = {} if self._reentrant else {id(p): p for p in self._model.parameters()}
             for p in {*self._zeros, *(self._scaled if self.times != 1 else ())}:
                 memo.pop(id(p), None)
-            made = copy.deepcopy(self._model, memo)
+            made = copied_model(self._model, memo)
         held = ((p, memo.get(id(p), p)) for p in self._model.parameters())
         copy_gradient_hooks(held)
         with torch.no_grad():
