@@ -273,3 +273,29 @@ def test_fit_of_a_model_that_reads_values() -> None:
     given: dict[str, Any] = {"loss": square, "optimizer": torch.optim.SGD(model.parameters(), 1e-6)}
     step = ss.fit(model, ROWS, budget="1 MB", **given)
     assert step(ROWS).isfinite()
+
+
+class Named(nn.Module):
+    """Its experts have names, which a tensor is part of; it converts a layer that is right."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores = nn.Linear(16, 4)
+        self.experts = nn.ModuleDict({f"expert_{n}": nn.Linear(16, 16 + n) for n in range(4)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.scores = self.scores.to(torch.float32)
+        chosen = self.scores(x).argmax(1)
+        total = x.new_zeros(())
+        for number in torch.bincount(chosen).nonzero():
+            rows = x[chosen == number]
+            total = total + self.experts[f"expert_{number[0]}"](rows).square().sum()
+        return total
+
+
+def test_a_name_with_a_number_of_a_tensor() -> None:
+    torch.manual_seed(0)
+    model, x = Named(), torch.randn(32, 16)
+    given: dict[str, Any] = {"loss": lambda m, b: m(b), "optimizer": "sgd"}
+    predicted = ss.profile(model, x, accounting="device", **given)
+    assert predicted.peak_bytes == ss.measure(model, x, **given).peak_bytes

@@ -712,3 +712,50 @@ def test_a_lazy_layer_is_one_line() -> None:
         ss.plan(model, torch.ones(2, 4), budget="1 MB", **given)
     with pytest.raises(InputError, match="a lazy layer has no shape yet"):
         ss.apply([], model, given["optimizer"], loss=given["loss"])
+
+
+def test_a_model_without_values_is_one_line() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(4, 2)
+    given: dict[str, Any] = {
+        "loss": lambda m, b: m(b).mean(), "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+    }  # fmt: skip
+    with pytest.raises(InputError, match="weights have no values"):
+        verify([], model, [torch.ones(2, 4, device="meta")], **given)
+    with pytest.raises(InputError, match="weights have no values"):
+        ss.apply([], model, **given)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated")
+def test_what_a_pass_left_in_a_module_is_copied_without_its_graph() -> None:
+    """The weight that the older weight_norm computes cannot be copied otherwise."""
+    model, x = nn.Sequential(nn.utils.weight_norm(nn.Linear(16, 16)), nn.Tanh()), torch.ones(8, 16)
+    given: dict[str, Any] = {
+        "loss": lambda m, b: m(b).square().mean(),
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+    }
+    given["loss"](model, x).backward()
+    assert verify([ss.Microbatching(4)], model, [x], **given).ok
+    predicted = ss.profile(model, x, accounting="device", **given)
+    assert predicted.peak_bytes == ss.measure(model, x, **given).peak_bytes
+
+
+class Ascends(torch.optim.SGD):
+    """As SAM: it takes two gradients."""
+
+    def step(self, closure: Any = None) -> None:
+        assert closure is not None, "requires a closure"
+
+
+def test_an_optimizer_that_asks_for_a_closure_is_named() -> None:
+    model, x = nn.Linear(4, 2), torch.ones(2, 4)
+    given: dict[str, Any] = {
+        "loss": lambda m, b: m(b).mean(), "optimizer": Ascends(model.parameters(), lr=0.1),
+    }  # fmt: skip
+    told = "runs the loss by itself, several times a step"
+    with pytest.raises(InputError, match=told):
+        ss.apply([], model, **given)(x)
+    with pytest.raises(InputError, match=told):
+        ss.plan(model, x, budget="1 MB", **given)
+    with pytest.raises(InputError, match=told):
+        verify([], model, [x], **given)

@@ -11,6 +11,7 @@ from torch import nn
 
 from ..techniques.base import Technique
 from ..techniques.plan import Plan
+from ..trace.failures import check_module, check_values
 from ..trace.tracing import Loss
 from .clipping import Clip
 from .distributed import apply_on_ranks, parallel_of
@@ -50,6 +51,8 @@ def apply(
         >>> for batch in loader: step(batch)
     """
     chosen = parallel_of(parallel)
+    check_module(model)
+    check_values(model)
     if chosen is None:
         step = apply_alone(plan, model, optimizer, loss=loss, clip=clip)
     else:

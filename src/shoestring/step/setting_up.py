@@ -12,7 +12,7 @@ from torch import nn
 from ..errors import InputError
 from ..techniques.base import Run, Setup, Technique
 from ..techniques.plan import Plan
-from ..trace.failures import check_trainable
+from ..trace.failures import check_trainable, closure_named
 from ..trace.fakes import adds_to_the_step, check_optimizer, unwrapped
 from ..trace.tracing import Loss
 
@@ -38,13 +38,18 @@ def prepare(
     chosen = plan if isinstance(plan, Plan) else Plan(plan)
     own = unwrapped(optimizer)
     stepping = optimizer if adds_to_the_step(optimizer) else own
+
+    def update() -> None:
+        with closure_named(stepping):
+            stepping.step()
+
     setup = Setup(
         model=model,
         optimizer=own,
         run=lambda batch: loss(model, batch),
         split=_whole,
         backward=lambda value: value.backward(),
-        update=lambda: stepping.step() and None,
+        update=update,
         wrapper=optimizer if adds_to_the_step(optimizer) else None,
         loss=loss,
     )

@@ -16,7 +16,7 @@ from torch import nn
 from ..memory.cuda.calibrate import learn_convolutions
 from ..techniques.base import Setup
 from ..techniques.plan import Plan
-from ..torch_private.fake_tensors import FakeTensorMode
+from ..torch_private.fake_tensors import FakeTensorMode, converted_in_place
 from ..trace.answers import Answers, with_answers
 from ..trace.batches import tensors_of
 from ..trace.compiled import uncompiled
@@ -199,7 +199,15 @@ class _Request:
             kernels: AbstractContextManager[Any] = (
                 CudaKernels() if self.device == "cuda" else nullcontext()
             )
-            with named_failures(recorder), uncompiled(recorder), asked, mode, outside, kernels:
+            with (
+                named_failures(recorder),
+                uncompiled(recorder),
+                converted_in_place(),
+                asked,
+                mode,
+                outside,
+                kernels,
+            ):
                 step = apply_alone(Plan.of(self.plan), fake, updates, loss=self.loss)
                 capturable = self._becomes_a_graph(step._setup)
                 if self.device == "cuda":

@@ -269,6 +269,12 @@ class Reads(TorchFunctionMode):
         if asks and (_ARRAYS, args[:1]) in self._answers:
             array = self._answers.give(_ARRAYS, args[:1])
             return array.astype(args[1]) if len(args) > 1 and args[1] is not None else array
+        if (
+            func is torch.Tensor.__format__
+            and isinstance(args[0], FakeTensor)
+            and not args[0].dim()
+        ):
+            return args[0].item().__format__(*args[1:])  # in a name: self[f"expert_{index}"]
         if is_padding(func) and isinstance(args[0], FakeTensor):
             return padded(*args)
         if any(isinstance(t, FakeTensor) for t in _numbers_in(func, args)):

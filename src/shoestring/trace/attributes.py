@@ -10,7 +10,7 @@ import copy
 import pickle
 import random
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -156,3 +156,25 @@ def refill(container: Any, content: Any) -> None:
         container.update(content)
     else:
         container.extend(content)
+
+
+def tensors_held(model: nn.Module) -> Iterator[torch.Tensor]:
+    """All in attributes, buffers and containers of modules, three levels deep."""
+    for module in model.modules():
+        for name, value in {**module.__dict__, **module._buffers}.items():
+            if name not in _OWN:
+                yield from _tensors_in(value, 3)
+
+
+def _tensors_in(value: Any, deepest: int) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif deepest and isinstance(value, (Mapping, list, tuple, set, deque)):
+        for one in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors_in(one, deepest - 1)
+
+
+def results_in(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Tensors of these that a pass computed, with a graph behind them."""
+    own = {id(p) for p in model.parameters()}
+    return (t for t in tensors_held(model) if not t.is_leaf and id(t) not in own)

@@ -20,6 +20,7 @@ from ..torch_private.fake_tensors import (
 )
 from ..torch_private.loggers import FAKE_TENSORS
 from .answers import INSIDE, reads_values
+from .fakes import needs_closure
 from .recorder import Recorder
 
 
@@ -36,10 +37,23 @@ def user_code() -> Iterator[None]:
             first = f"KeyError: {first}"
         if isinstance(error, SystemExit):
             first = f"it called sys.exit({error.code!r})"
+        if "closure" in first.lower():
+            raise needs_closure("the optimizer") from error
         raise InputError(
             f"the model failed on this batch: {first}",
             hint="loss(model, batch) must run as it would in training",
         ) from error
+
+
+@contextmanager
+def closure_named(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Tell of an optimizer that asks for a closure; its own errors pass."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, ShoestringError) or "closure" not in str(error).lower():
+            raise
+        raise needs_closure(type(optimizer).__name__) from error
 
 
 @contextmanager
@@ -110,6 +124,15 @@ def check_trainable(model: nn.Module) -> None:
             f"nothing to train: none of the model's {len(parameters)} parameters "
             "requires a gradient",
             hint="call model.requires_grad_(True), or unfreeze the part to train",
+        )
+
+
+def check_values(model: nn.Module) -> None:
+    """Its weights must have values, to train."""
+    if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
+        raise InputError(
+            "the model lies on the device 'meta', where weights have no values",
+            hint="model.to_empty(device='cpu') and load its weights; profile takes it as it is",
         )
 
 

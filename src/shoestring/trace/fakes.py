@@ -16,6 +16,7 @@ from torch import nn
 
 from ..errors import InputError, TraceError, needs_extra
 from ..torch_private.fake_tensors import FakeTensor, FakeTensorMode, as_parameter, make_fake
+from .attributes import results_in
 from .batches import check_layouts, map_tensors, sizes_of_packed, tensors_of
 from .copies import copied_model
 from .values import stand_for
@@ -106,7 +107,8 @@ def fake_batch(batch: Any, mode: FakeTensorMode) -> Any:
 
 def fake_model(model: nn.Module, mode: FakeTensorMode) -> tuple[nn.Module, dict[int, torch.Tensor]]:
     """A copy of the model whose parameters and buffers are fake; tied ones stay tied."""
-    memo: dict[int, Any] = dict(_fakes([*model.parameters(), *model.buffers()], mode))
+    results = list(results_in(model))
+    memo: dict[int, Any] = dict(_fakes([*model.parameters(), *model.buffers(), *results], mode))
     mapping: dict[int, torch.Tensor] = {}
     for parameter in model.parameters():
         fake = as_parameter(memo[id(parameter)], parameter.requires_grad)
@@ -354,10 +356,15 @@ def check_optimizer(optimizer: Any) -> None:
         )
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
-        raise InputError(
-            f"{type(optimizer).__name__} runs the loss by itself, several times a step",
-            hint="use SGD, Adam or another optimizer of one gradient",
-        )
+        raise needs_closure(type(optimizer).__name__)
+
+
+def needs_closure(name: str) -> InputError:
+    """Of an optimizer that takes more than one gradient a step."""
+    return InputError(
+        f"{name} runs the loss by itself, several times a step",
+        hint="use SGD, Adam or another optimizer of one gradient",
+    )
 
 
 def default_to_foreach(optimizer: torch.optim.Optimizer) -> None:

@@ -11,14 +11,13 @@ modules keep as much as before.
 from __future__ import annotations
 
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from .attributes import held_by
+from .attributes import tensors_held
 
 MOST = 32
 """Passes after which a state that still grows is not followed further."""
@@ -87,21 +86,11 @@ def growing(model: nn.Module) -> tuple[str, ...]:
 def kept_tensors(model: nn.Module) -> dict[int, torch.Tensor]:
     """By storage, all that modules hold beside parameters: in buffers, attributes, containers."""
     own = {id(p) for p in model.parameters()}
-    found: dict[int, torch.Tensor] = {}
-    for module in model.modules():
-        for value, _ in held_by(module).values():
-            for tensor in _tensors_in(value, 3):
-                if id(tensor) not in own and tensor.layout is torch.strided:
-                    found[tensor.untyped_storage()._cdata] = tensor
-    return found
-
-
-def _tensors_in(value: Any, deepest: int) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif deepest and isinstance(value, (Mapping, list, tuple, set, deque)):
-        for one in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors_in(one, deepest - 1)
+    return {
+        tensor.untyped_storage()._cdata: tensor
+        for tensor in tensors_held(model)
+        if id(tensor) not in own and tensor.layout is torch.strided
+    }
 
 
 def kept_bytes(model: nn.Module) -> int:

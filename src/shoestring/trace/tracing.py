@@ -13,9 +13,7 @@ import torch
 from torch import nn
 
 from ..errors import InputError
-from ..torch_private.fake_tensors import (
-    FakeTensorMode,
-)
+from ..torch_private.fake_tensors import FakeTensorMode, converted_in_place
 from .answers import Answers, with_answers
 from .batches import tensors_of
 from .compiled import uncompiled
@@ -89,6 +87,7 @@ def _traced(
         with (
             named_failures(recorder),
             uncompiled(recorder),
+            converted_in_place(),
             asked,
             fake_mode,
             outside,

@@ -21,7 +21,7 @@ from ..techniques.claims import Level
 from ..techniques.plan import Plan
 from ..trace.batches import map_tensors, tensors_of
 from ..trace.draws import has_random_depth
-from ..trace.failures import check_trainable
+from ..trace.failures import check_trainable, check_values
 from ..trace.fakes import check_optimizer, late_in_training, unwrapped
 from ..trace.settling import makes_state
 from ..trace.streams import rewound
@@ -82,6 +82,7 @@ def verify(
         if bound is not None and not (isinstance(bound, Real) and bound >= 0):
             raise InputError(f"{name}={bound!r} is not a bound", hint="such as 0.05, which is 5%")
     check_trainable(model)
+    check_values(model)
     check_optimizer(optimizer)
     optimizer = unwrapped(optimizer)
     data = _batches(batches, steps)
