@@ -250,7 +250,7 @@ class _Request:
             with recorder:  # not following functions: techniques have hooks
                 recorded = _record(recorder, step, data, self.passes, update=update, moved=moved)
             made = freeze(recorder, step.model, step.optimizer, recorded, self.device)
-            again = self.passes and first.again(run, made.moved)
+            again = self.passes and first.again(run, made)
         if again:
             return self._traced(answers, captured)
         made = replace(made, capturable=on.capturable, warnings=growing(self.model))

@@ -18,9 +18,12 @@ import torch
 from torch import nn
 
 from .attributes import tensors_held
+from .graph import Trace, live_bytes
 
 MOST = 32
 """Passes after which a state that still grows is not followed further."""
+_HARDLY = 0.001
+"""Of a step's peak: results of the step before that take no more are not worth another trace."""
 
 _unsettled: weakref.WeakKeyDictionary[nn.Module, frozenset[str]]
 _unsettled = weakref.WeakKeyDictionary()
@@ -37,6 +40,15 @@ class FirstPasses:
         self.moved: frozenset[str] | None = _unsettled.get(model)
         """None where no state has to be made."""
         self._before = kept_bytes(fake)
+        there = kept_tensors(fake).values()
+        self._there = [(weakref.ref(t), t.untyped_storage().nbytes()) for t in there]
+
+    @property
+    def _replaced_bytes(self) -> int:
+        """Of what modules kept before the step, and no longer do."""
+        now = {id(tensor) for tensor in kept_tensors(self._fake).values()}
+        there = ((held(), nbytes) for held, nbytes in self._there)
+        return sum(nbytes for held, nbytes in there if held is None or id(held) not in now)
 
     def make_state(self, run: Callable[[], Any]) -> None:
         """Run passes until the model keeps as much as before."""
@@ -53,18 +65,23 @@ class FirstPasses:
         else:
             _growing.add(self._model)
 
-    def again(self, run: Callable[[], Any], moved: frozenset[str]) -> bool:
+    def again(self, run: Callable[[], Any], made: Trace) -> bool:
         """Whether the step has to be traced anew, with state that is made before it."""
-        kept = kept_tensors(self._fake)
-        if self.moved is not None or kept_bytes(self._fake) <= self._before:
+        if self.moved is not None:
             return False
+        if kept_bytes(self._fake) <= self._before:
+            renews = self._replaced_bytes > _HARDLY * live_bytes(made)
+            if renews:  # each step's results lie there until the next has others
+                _unsettled[self._model] = made.moved
+            return renews
+        kept = kept_tensors(self._fake)
         try:
             run()
         except Exception:  # of values that only one pass has been given
             return False
         if kept_tensors(self._fake).keys() == kept.keys():
             return False  # filled once, and read from then on
-        _unsettled[self._model] = moved
+        _unsettled[self._model] = made.moved
         return True
 
 

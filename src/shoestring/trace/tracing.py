@@ -109,7 +109,7 @@ def _traced(
                 recorder, fake, data, loss, fake_optimizer, within, moved=first.moved
             )
             made = freeze(recorder, fake, fake_optimizer, step, device)
-            again = first.again(run, made.moved)
+            again = first.again(run, made)
     if again:
         return _traced(model, batch, loss, optimizer, device, answers)
     return replace(made, warnings=growing(model))
