@@ -8,6 +8,7 @@ import os
 import pickle
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -228,6 +229,13 @@ def test_snapshots_resume_to_the_bit(tmp_path: Path, way: str) -> None:
         assert equal(whole, on)
         if plan:
             assert all(is_elsewhere(s["exp_avg"]) for s in on.optimizer.state.values())
+
+
+def test_nothing_of_the_state_of_before_is_kept_once_another_was_loaded() -> None:
+    step = trained("adamw", OFFLOAD, steps=2)
+    old = weakref.ref(step.optimizer.state)
+    step.load_state_dict(copy.deepcopy(step.state_dict()))
+    assert old() is None
 
 
 def test_a_loaded_state_is_a_copy(way: str) -> None:
