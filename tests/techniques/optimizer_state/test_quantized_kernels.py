@@ -90,6 +90,17 @@ def check(found: QuantizedUpdate, wanted: QuantizedUpdate, dtype: torch.dtype, c
         assert float(off.max()) < 0.03 and float(off.mean()) < 3e-4, (case, a.shape, off.max())
 
 
+def test_strides_of_single_elements_keep_no_kernel_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a gradient of a convolution of 1 x 1 are its input's."""
+    update = made("adamw", "cpu", torch.float32, 8)
+    weight = nn.Parameter(torch.randn(8, 6, 1, 1))
+    weight.grad = torch.empty_strided(weight.shape, (6, 1, 6, 6)).fill_(0.1)
+    monkeypatch.setattr(module, "on_cuda", lambda tensor: True)
+    assert update._has_kernels(weight)
+    weight.grad = torch.empty_strided(weight.shape, (1, 8, 1, 1)).fill_(0.1)
+    assert not update._has_kernels(weight)
+
+
 @pytest.mark.slow
 def test_in_the_interpreter() -> None:
     run_interpreted(__file__, "compare('cpu')")
