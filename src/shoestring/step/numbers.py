@@ -83,7 +83,7 @@ def number_at(place: Place) -> Any:
 
 
 def put_back(place: Place, value: Any) -> None:
-    """What was found there."""
+    """As it was found."""
     if place[0].get(place[1]) is not value:
         place[0][place[1]] = value
 
@@ -169,7 +169,7 @@ def _all_names(code: types.CodeType) -> Iterator[str]:
 
 
 def _of_library(code: types.CodeType) -> bool:
-    """Python's, another's, or ours: their counters are no setting of a user's."""
+    """Python's, another's, or ours: a user sets nothing there."""
     return code.co_filename.startswith(_LIBRARIES) or "site-packages" in code.co_filename
 
 
