@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import pytest
@@ -155,6 +156,26 @@ def test_numbers_that_the_loss_reads_are_found_and_those_it_does_not_read_are_no
     before = now()
     SETTINGS.beta = 0.3
     assert now() != before
+
+
+def test_objects_that_know_each_other_are_looked_at_once() -> None:
+    class Node:
+        pass
+
+    nodes = [Node() for _ in range(12)]
+    for node in nodes:
+        for number, other in enumerate(nodes):
+            setattr(node, "abcdefghijkl"[number], other)
+        node.value = 1.0
+    top = nodes[0]
+
+    def loss() -> object:
+        t = top
+        return t.a.b.c.d.e.f.g.h.i.j.k.l.value
+
+    began = time.perf_counter()
+    assert len(numbers_around([loss], [])) == 12
+    assert time.perf_counter() - began < 0.5
 
 
 def test_a_number_that_the_loss_counts_is_noticed_and_put_back() -> None:

@@ -92,6 +92,7 @@ class _Found:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self.places: dict[tuple[int, str], Place] = {}
         self.modules = [m for m in modules if isinstance(type(m).forward, types.FunctionType)]
+        self._alive: list[Any] = []
         self._seen: set[Any] = {id(module) for module in self.modules}
 
     def look_at(self, value: Any, held: Any, name: str, names: Iterable[str], depth: int) -> None:
@@ -120,6 +121,10 @@ class _Found:
 
     def look_into(self, holder: Any, names: Iterable[str], depth: int) -> None:
         """Items, attributes and methods of these names."""
+        if depth > _DEEPEST or (id(holder), tuple(names)) in self._seen:
+            return
+        self._seen.add((id(holder), tuple(names)))
+        self._alive.append(holder)  # so that no other gets its number
         held = holder if isinstance(holder, dict) else _Attributes(holder)
         inside = holder if isinstance(holder, dict) else getattr(holder, "__dict__", {})
         for name in (*names, "__call__"):
