@@ -161,6 +161,15 @@ def test_every_copy_is_waited_for(name: str, monkeypatch: pytest.MonkeyPatch) ->
     assert faults(PLANS[name], Recorder(), monkeypatch) == []
 
 
+def test_state_is_fetched_ahead_once_where_chunks_are_others_than_in_the_first_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What the first step guessed of SGD's state is twice of what it is: two chunks become one."""
+    for part in (offload.link, offload.update):
+        monkeypatch.setattr(part, "CHUNK_BYTES", 80_000)
+    assert faults(PLANS["state"], Recorder(), monkeypatch) == []
+
+
 @pytest.mark.parametrize("name", ["weights in parts", "sums and state", "all on the host"])
 def test_what_is_there_ahead_is_right(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also after the loss was tested on the model itself, and all that changed was put back."""

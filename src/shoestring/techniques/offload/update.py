@@ -181,7 +181,7 @@ class StreamedUpdate:
             self._first = chunk
         self._last = key
         link = self._fetch(chunk)
-        ahead = following or self._after.get(key)
+        ahead = following or self._guessed(key)
         if ahead is not None and id(ahead[1][0]) != key:
             link.fetch(id(ahead[1][0]), self._hosted(ahead), beside=key)
         held = link.take(key)
@@ -194,6 +194,11 @@ class StreamedUpdate:
             link.store(key, back)
             for parameter in chunk[1]:
                 state.pack(parameter, link.written)
+
+    def _guessed(self, key: int) -> Chunk | None:
+        """What comes next as in the last step, where the backward pass calls for updates."""
+        setup = self._setup()
+        return self._after.get(key) if setup is not None and setup.updates_in_backward else None
 
     def _linked(self, like: torch.Tensor) -> Link:
         """Buffers for what state there is; larger ones when there is more."""
