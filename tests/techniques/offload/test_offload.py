@@ -439,6 +439,7 @@ def test_a_step_with_state_on_the_host_is_predicted_as_a_graph(
 # -- on a GPU ----------------------------------------------------------------------------------
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("released", [False, True])
