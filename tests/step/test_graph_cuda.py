@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -282,3 +283,84 @@ def test_settings_that_move_at_every_step_are_not_captured_for_nothing() -> None
             step.optimizer.param_groups[0]["lr"] = 0.1 / (1 + number)
         step(batch)
     assert step._graph is not None and not step._graph.enabled
+
+
+WEIGHT = {"of": 1.0}
+
+
+def weighed(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    return loss(model, tokens) * WEIGHT["of"]
+
+
+def test_a_captured_step_follows_a_number_that_the_loss_reads() -> None:
+    data = batches([9] * 9)
+    results = []
+    for graph in (False, True):
+        torch.manual_seed(0)
+        model = Language().cuda()
+        step = apply([], model, OPTIMIZERS["sgd"](model.parameters()), loss=weighed)
+        step.use_graph(graph)
+        torch.manual_seed(5)
+        losses = []
+        for number, batch in enumerate(data):
+            WEIGHT["of"] = 1.0 + number // 4
+            losses.append(step(batch))
+        assert step.captured == graph
+        results.append(losses)
+    ratio = results[1][8] / results[1][0]
+    assert ratio > 1.5
+    torch.testing.assert_close(*results, rtol=1e-3, atol=1e-4)
+
+
+def test_a_pinned_batch_is_filled_again_at_once() -> None:
+    data = [batch.cpu() for batch in batches([9] * 40)]
+    results = []
+    for graph in (False, True):
+        step = started("sgd")
+        step.use_graph(graph)
+        pinned = data[0].pin_memory()
+        torch.manual_seed(5)
+        losses = []
+        for batch in data:
+            pinned.copy_(batch)
+            losses.append(step(pinned))
+            pinned.zero_()
+        assert step.captured == graph
+        results.append(losses)
+    assert_same(*results, "eager and captured")
+
+
+def test_another_thread_pins_memory_while_a_step_is_captured() -> None:
+    failed: list[BaseException] = []
+    over = threading.Event()
+
+    def pin() -> None:
+        held = []
+        try:
+            while not over.is_set():
+                held.append(torch.empty(2**16 + len(held)).pin_memory())
+                if len(held) > 200:
+                    held.clear()
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=pin)
+    thread.start()
+    try:
+        step = started("sgd", Checkpointing("residual-1"), Microbatching(2))
+        for batch in batches([5, 5, 9, 9, 13, 13, 17, 17]):
+            step(batch)
+    finally:
+        over.set()
+        thread.join()
+    assert not failed and step.captured
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_a_second_gpu_trains_too() -> None:
+    for device in ("cuda:0", "cuda:1"):
+        torch.manual_seed(0)
+        model = Language().to(device)
+        step = apply([], model, OPTIMIZERS["sgd"](model.parameters()), loss=loss)
+        losses = [float(step(batches([9])[0].to(device))) for _ in range(8)]
+        assert step.captured and losses[-1] < losses[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from shoestring.step.host import HostState
+from shoestring.step.numbers import number_at, numbers_around
 from shoestring.techniques.base import Setup
 
 
@@ -106,3 +108,87 @@ def test_what_is_written_in_place_is_the_devices_own() -> None:
         made.optimizer.state[made.model.linear.weight]["step"].add_(1)
         made.model.linear.weight.mul_(2)
     assert host.changed() is None
+
+
+class Settings:
+    beta, steps = 0.1, 0
+
+
+class Annealed:
+    """A weight that grows, as many losses have one."""
+
+    def __init__(self) -> None:
+        self.value, self.unread = 0.5, 3
+
+    def weight(self) -> float:
+        return self.value
+
+
+SETTINGS, OPTIONS = Settings(), {"kl": 0.2, "other": 1.0}
+THRESHOLD = 0.3
+
+
+def test_numbers_that_the_loss_reads_are_found_and_those_it_does_not_read_are_not() -> None:
+    scale, annealed, criterion = 1.0, Annealed(), nn.BCELoss()
+    criterion.gamma = 2.0
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        terms = [model(batch).sum() * value for value in (scale, SETTINGS.beta, OPTIONS["kl"])]
+        return sum(terms) * annealed.weight() + THRESHOLD * criterion.gamma
+
+    def now() -> list[object]:
+        return [number_at(place) for place in places]
+
+    places = numbers_around([loss], [])
+    assert {name for _, name in places} >= {
+        "scale", "beta", "kl", "value", "THRESHOLD", "gamma",
+    }  # fmt: skip
+    assert not {"steps", "other", "unread"} & {name for _, name in places}
+    before = now()
+    scale = 2.0
+    assert now() != before
+    before = now()
+    annealed.value += 0.1
+    assert now() != before
+    before = now()
+    OPTIONS["kl"] = 0.4
+    assert now() != before
+    before = now()
+    SETTINGS.beta = 0.3
+    assert now() != before
+
+
+def test_objects_that_know_each_other_are_looked_at_once() -> None:
+    class Node:
+        pass
+
+    nodes = [Node() for _ in range(12)]
+    for node in nodes:
+        for number, other in enumerate(nodes):
+            setattr(node, "abcdefghijkl"[number], other)
+        node.value = 1.0
+    top = nodes[0]
+
+    def loss() -> object:
+        t = top
+        return t.a.b.c.d.e.f.g.h.i.j.k.l.value
+
+    began = time.perf_counter()
+    assert len(numbers_around([loss], [])) == 12
+    assert time.perf_counter() - began < 0.5
+
+
+def test_a_number_that_the_loss_counts_is_noticed_and_put_back() -> None:
+    made, _ = setup()
+    calls = 0
+
+    def loss(batch: torch.Tensor) -> None:
+        nonlocal calls
+        calls += 1
+
+    held = HostState(made, list(made.model.modules()), numbers_around([loss], []))
+    assert held.changed() is None
+    loss(torch.ones(1, 3))
+    assert held.changed() == "the loss, or what it calls, changes its calls on the host"
+    held.restore()
+    assert calls == 0 and held.changed() is None

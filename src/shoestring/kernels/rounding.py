@@ -75,7 +75,8 @@ class Noise:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there."""
         self.counter.copy_(state["noise_counter"])
-        self._place = None if self._place is None else self.counter.clone()
+        if self._place is not None:
+            self._place.copy_(self.counter)  # where a captured step reads it
 
 
 def _signed(number: int) -> int:

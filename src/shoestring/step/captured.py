@@ -12,6 +12,7 @@ import gc
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -59,7 +60,11 @@ class CapturedStep:
             with warnings.catch_warnings():
                 # Of one that broke off before its first kernel; the error says why.
                 warnings.filterwarnings("ignore", "The CUDA Graph is empty")
-                with self._randomness.in_force(), torch.cuda.graph(self._graph, pool=pool):
+                # Other threads may ask for pinned memory meanwhile: a DataLoader's does.
+                around = torch.cuda.graph(
+                    self._graph, pool, capture_stream(device), capture_error_mode="thread_local"
+                )
+                with self._randomness.in_force(), around:
                     self._loss = compute(self._batch)
         except BaseException:
             torch.cuda.set_stream(stream)
@@ -74,11 +79,20 @@ class CapturedStep:
         """Run the step."""
         for held, given in zip(self._inputs, tensors_of(batch), strict=True):
             if held is not given:
-                held.copy_(given, non_blocking=True)
+                held.copy_(given)  # from pinned memory, too, it is over: the next may be put there
         with self._randomness.placed():
             self._graph.replay()
         self.replays += 1
         return self._loss.clone()
+
+
+@cache
+def capture_stream(device: torch.device) -> Any:
+    """The stream that steps are captured on, always the same: graphs share memory of one stream.
+
+    PyTorch's own is on the GPU of the first capture, and would record nothing of another's kernels.
+    """
+    return torch.cuda.Stream(device)
 
 
 def _free_workspaces() -> None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import gc
 import warnings
+import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from typing import Any
 
@@ -23,7 +24,8 @@ from ..trace.batches import form_of, map_tensors
 from ..trace.fakes import is_fake
 from ..trace.streams import rewound_streams, stream_states
 from .captured import CapturedStep, default_generator
-from .host import HostState, numbers_of
+from .host import HostState
+from .numbers import number_at, numbers_around, numbers_of
 from .rates import Rates
 
 MOST_GRAPHS = 8
@@ -75,6 +77,8 @@ class GraphRunner:
         self._rates = Rates(setup)
         self._modules = list(setup.model.modules())
         self._numbers = [(m.__dict__, name) for m in self._modules for name in numbers_of(m)]
+        functions = [] if setup.loss is None else [setup.loss]
+        self._around = numbers_around(functions, self._modules)
         self._graphs: OrderedDict[Any, CapturedStep] = OrderedDict()
         self._seen: OrderedDict[Any, list[int | None]] = OrderedDict()
         self._program: Any = None
@@ -85,6 +89,7 @@ class GraphRunner:
         self.enabled = True
         self.refused: str | None = None
         """Why there is no graph, once a capture failed."""
+        weakref.finalize(self, _wait_for, self._graphs).atexit = False
 
     def __call__(self, batch: Any) -> torch.Tensor:
         """One step on the GPU."""
@@ -122,7 +127,10 @@ class GraphRunner:
             return "the optimizer has hooks, which a graph would not call"
         if self.refused is None and self.enabled:
             return "it is captured when a batch of the same shapes comes again"
-        return self.refused or "shapes change so often that graphs were never used again"
+        return (
+            self.refused
+            or "shapes, or numbers it reads, change so often that graphs were never used again"
+        )
 
     @property
     def peak_bytes(self) -> int:
@@ -169,7 +177,7 @@ class GraphRunner:
         """The step as a graph; if it cannot be one, a warning, and all is as it was."""
         device = next(self._setup.model.parameters()).device
         graph: CapturedStep | None
-        host = HostState(self._setup, self._modules)
+        host = HostState(self._setup, self._modules, self._around)
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         for call in self._setup.before_graph:
@@ -225,6 +233,7 @@ class GraphRunner:
             p.requires_grad for m in self._modules for p in m._parameters.values() if p is not None
         )
         own = tuple(held.get(name) for held, name in self._numbers)
+        own += tuple(map(number_at, self._around))
         hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in self._modules)
         return numbers, trained, own, hooks
 
@@ -234,6 +243,12 @@ class GraphRunner:
         for state in dict.values(self._setup.optimizer.state):  # without waiting for what is in it
             held += [value for value in state.values() if isinstance(value, torch.Tensor)]
         return tuple(tensor.data_ptr() for tensor in held if tensor is not None)
+
+
+def _wait_for(graphs: Collection[Any]) -> None:
+    """Replays copy to pinned memory, and PyTorch, which does not know it, would hand that out."""
+    if graphs and not torch.cuda.is_current_stream_capturing():
+        torch.cuda.current_stream().synchronize()
 
 
 def _constant(value: Any) -> Any:

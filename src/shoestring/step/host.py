@@ -6,19 +6,25 @@ instead of written, would stand still in it. And a capture that fails must leave
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..techniques.base import Setup
+from .numbers import Place, number_at, numbers_of, put_back
 
 
 class HostState:
     """Modules' numbers and tensors, gradients, and the optimizer's settings and state, as held."""
 
-    def __init__(self, setup: Setup, modules: list[nn.Module]) -> None:
+    def __init__(
+        self, setup: Setup, modules: list[nn.Module], around: Iterable[Place] = ()
+    ) -> None:
+        """`around`: numbers beside the modules, which the loss reads."""
         self._optimizer = setup.optimizer
+        self._around = [(place, place[0].get(place[1]), number_at(place)) for place in around]
         self._modules = [(m, numbers_of(m), dict(m._parameters), dict(m._buffers)) for m in modules]
         self._gradients = [(p, p.grad) for p in setup.model.parameters()]
         self._groups = [dict(group) for group in setup.optimizer.param_groups]
@@ -34,6 +40,9 @@ class HostState:
             ):
                 if name := _differs(was, now):
                     return f"{type(module).__name__} changes its {name} on the host"
+        for place, _, number in self._around:
+            if number_at(place) != number:
+                return f"the loss, or what it calls, changes its {place[1]} on the host"
         if any(p.grad is not gradient for p, gradient in self._gradients):
             return "gradients outlive it"
         for was, now in zip(self._groups, self._optimizer.param_groups, strict=True):
@@ -50,6 +59,8 @@ class HostState:
             module.__dict__.update(numbers)
             _refill(module._parameters, parameters)
             _refill(module._buffers, buffers)
+        for place, value, _ in self._around:
+            put_back(place, value)
         for held, gradient in self._gradients:
             held.grad = gradient
         for group, settings in zip(self._optimizer.param_groups, self._groups, strict=True):
@@ -64,11 +75,6 @@ class HostState:
 def _refill(now: Any, was: Any) -> None:
     now.clear()
     now.update(was)
-
-
-def numbers_of(module: nn.Module) -> dict[str, Any]:
-    """Its plain numbers: rates, temperatures, whether it trains."""
-    return {k: v for k, v in module.__dict__.items() if type(v) in (int, float, bool)}
 
 
 def _differs(was: Any, now: Any) -> str | None:

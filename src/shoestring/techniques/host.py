@@ -12,7 +12,10 @@ import operator
 import os
 import shutil
 import tempfile
+import weakref
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -76,6 +79,17 @@ def free_for_pinned(wanted: int) -> int | None:
         free_idle_pinned_memory()
         free = available_bytes()
     return free
+
+
+def wait_when_gone(holder: object, streams: Sequence[Any], device: torch.device) -> None:
+    """When it goes, what computes next waits for these streams: they copy into memory it held."""
+
+    def wait() -> None:
+        if not torch.cuda.is_current_stream_capturing():  # a graph cannot wait for what is outside
+            for stream in streams:
+                torch.cuda.current_stream(device).wait_stream(stream)
+
+    weakref.finalize(holder, wait).atexit = False
 
 
 def _pinned(tensor: torch.Tensor) -> torch.Tensor:

@@ -99,6 +99,15 @@ def is_dense(tensor: torch.Tensor) -> bool:
     )
 
 
+def lies_as(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether an offset finds the same element in both: strides of a single element tell nothing.
+
+    The gradient of a convolution of 1 x 1 has other ones from batch to batch.
+    """
+    strides = zip(one.shape, one.stride(), other.stride(), strict=False)
+    return one.shape == other.shape and all(size == 1 or a == b for size, a, b in strides)
+
+
 # -- recurrent layers --------------------------------------------------------------------------
 
 

@@ -11,23 +11,38 @@ import weakref
 
 import torch
 
-_elsewhere: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+_Marks = dict[int, weakref.ref[torch.UntypedStorage]]
+_elsewhere: _Marks = {}
+_passing: _Marks = {}
 
 
 def mark_elsewhere(held: torch.Tensor | torch.UntypedStorage) -> None:
     """The storage, a tensor's or itself, takes nothing of the device from now on."""
-    storage = held.untyped_storage() if isinstance(held, torch.Tensor) else held
+    _mark(held.untyped_storage() if isinstance(held, torch.Tensor) else held, _elsewhere)
+
+
+def mark_passing(buffer: torch.Tensor) -> None:
+    """Copies pass through its storage, and whoever made it knows which: nobody puts it back."""
+    _mark(buffer.untyped_storage(), _passing)
+
+
+def _mark(storage: torch.UntypedStorage, marks: _Marks) -> None:
     key = storage._cdata
 
     def gone(_: object) -> None:
-        _elsewhere.pop(key, None)
+        marks.pop(key, None)
 
-    _elsewhere[key] = weakref.ref(storage, gone)
+    marks[key] = weakref.ref(storage, gone)
 
 
 def is_elsewhere(tensor: torch.Tensor) -> bool:
     """Whether its storage was marked."""
     return bool(_elsewhere) and tensor.untyped_storage()._cdata in _elsewhere
+
+
+def is_passing(tensor: torch.Tensor) -> bool:
+    """Whether its storage is a buffer of `mark_passing`."""
+    return bool(_passing) and tensor.untyped_storage()._cdata in _passing
 
 
 def bytes_here(storage: torch.UntypedStorage) -> int:

@@ -36,6 +36,7 @@ from .attributes import held_by, put_back
 from .fakes import same_random_streams
 from .hooked import gradient_hooks
 from .memoized import forgets_fakes
+from .places import is_passing
 from .reached import Reached
 
 _RUNNING = ("running_mean", "running_var")
@@ -216,7 +217,7 @@ class Untouched(OperationMode):
 
     def _save(self, tensor: torch.Tensor) -> None:
         key = _key(tensor)
-        if key is None or key in self._known or key in self._copies:
+        if key is None or key in self._known or key in self._copies or is_passing(tensor):
             return
         storage = tensor.untyped_storage()
         self._sizes.append((tensor, tensor.size()))

@@ -62,6 +62,7 @@ def test_they_agree_interpreted() -> None:
     run_interpreted(__file__, "compare('cpu')")
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_they_agree_on_a_gpu() -> None:
     compare("cuda")

@@ -436,6 +436,7 @@ def test_its_readme_runs() -> None:
 # -- on a GPU ----------------------------------------------------------------------------------
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("what", ["inputs", "all"])
 def test_on_a_gpu_no_bit_differs_and_memory_is_as_predicted(what: str) -> None:

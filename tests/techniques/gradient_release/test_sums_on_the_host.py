@@ -377,6 +377,20 @@ def test_where_the_host_has_no_room_sums_stay_here(
     assert equal(step, trained("adamw", PARTS))
 
 
+def test_a_gradient_with_other_strides_of_single_elements_needs_no_other_room(way: str) -> None:
+    """That of a convolution of 1 x 1 has those of its input, or of the algorithm."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(16, 8, 1), nn.Conv2d(8, 16, 1))
+    own = torch.optim.AdamW(model.parameters())
+    step = ss.apply([ss.Microbatching(32), THERE], model, own, loss=loss)
+    seen, sums = [], step._setup.sums
+    assert isinstance(sums, HostSums)
+    for form in (torch.channels_last, torch.contiguous_format, torch.channels_last):
+        step(torch.randn(96, 16, 9, 9).contiguous(memory_format=form))
+        seen.append([there.data_ptr() for there in sums._there.values()])
+    assert seen[0] == seen[1] == seen[2] and len(seen[0]) == 4
+
+
 def test_a_step_that_is_revised_forgets_what_it_had(way: str) -> None:
     step, plain = trained("adamw", PARTS, THERE), trained("adamw", PARTS)
     for one in (step, plain):

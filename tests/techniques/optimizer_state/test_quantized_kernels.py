@@ -17,7 +17,7 @@ from shoestring.techniques.optimizer_state.update import QuantizedUpdate
 from shoestring.techniques.precision.scaling import LossScale
 
 torch.set_num_threads(1)
-SHAPES = [(5,), (20, 17), (70, 40), (8, 4, 3, 3), (3000,)]
+SHAPES = [(5,), (20, 17), (70, 40), (8, 4, 3, 3), (3000,), (20, 30, 1, 1)]
 SETTINGS: dict[str, Any] = {
     "adam": (torch.optim.Adam, {"betas": (0.9, 0.98), "weight_decay": 1e-2}),
     "adamw": (torch.optim.AdamW, {"betas": (0.0, 0.999), "weight_decay": 0.1}),
@@ -50,6 +50,10 @@ def give_gradients(update: QuantizedUpdate, number: int) -> None:
     for parameter in parameters_of(update):
         gradient = torch.randn(parameter.shape, generator=draw) * 10.0 ** -(number % 3)
         parameter.grad = torch.empty_like(parameter).copy_(gradient * (256.0 if scaled else 1.0))
+        if parameter.shape[2:] == (1, 1):  # as a convolution of channels-last images has it
+            channels = parameter.shape[1]
+            strides = channels, 1, channels, channels
+            parameter.grad = parameter.grad.as_strided(parameter.shape, strides)
     if scaled and number == 2:
         parameters_of(update)[2].grad[7, 7] = torch.inf
 
@@ -65,6 +69,8 @@ def compare(device: str, names: Iterable[str] = SETTINGS, bits: Iterable[int] = 
                     for update, kernels in ((with_kernels, True), (copied, False)):
                         give_gradients(update, number)
                         module.on_cuda = lambda tensor, kernels=kernels: kernels
+                        found = {update._has_kernels(p) for p in parameters_of(update)}
+                        assert found == {kernels}
                         update()
                 module.on_cuda = seen_by
                 check(with_kernels, copied, dtype, f"{name}, {width} bits, {dtype}")
@@ -88,6 +94,17 @@ def check(found: QuantizedUpdate, wanted: QuantizedUpdate, dtype: torch.dtype, c
         assert torch.isfinite(a).all()
         off = (a.detach().float() - b.detach().float()).abs()
         assert float(off.max()) < 0.03 and float(off.mean()) < 3e-4, (case, a.shape, off.max())
+
+
+def test_strides_of_single_elements_keep_no_kernel_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a gradient of a convolution of 1 x 1 are its input's."""
+    update = made("adamw", "cpu", torch.float32, 8)
+    weight = nn.Parameter(torch.randn(8, 6, 1, 1))
+    weight.grad = torch.empty_strided(weight.shape, (6, 1, 6, 6)).fill_(0.1)
+    monkeypatch.setattr(module, "on_cuda", lambda tensor: True)
+    assert update._has_kernels(weight)
+    weight.grad = torch.empty_strided(weight.shape, (1, 8, 1, 1)).fill_(0.1)
+    assert not update._has_kernels(weight)
 
 
 @pytest.mark.slow

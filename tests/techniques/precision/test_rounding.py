@@ -110,3 +110,15 @@ def test_draws_look_independent():
     for lag in (1, 2, 16, 256):
         along = (centered[:, lag:] * centered[:, :-lag]).mean()
         assert along.abs() < 6 / draws.numel() ** 0.5, lag
+
+
+def test_a_loaded_stream_stays_where_a_captured_step_reads_it() -> None:
+    noise = Noise(torch.device("cpu"), 3)
+    noise.skip()
+    held = [noise.counter.data_ptr(), noise._place.data_ptr()]
+    before, later = noise.state_dict(), Noise(torch.device("cpu"), 3)
+    noise.skip()
+    noise.load_state_dict(before)
+    assert [noise.counter.data_ptr(), noise._place.data_ptr()] == held
+    later.load_state_dict(before)
+    assert torch.equal(later.counter, noise.counter) and torch.equal(noise._place, noise.counter)

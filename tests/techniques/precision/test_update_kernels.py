@@ -15,7 +15,7 @@ from shoestring.techniques.precision.scaling import LossScale
 from shoestring.techniques.precision.update import NarrowUpdate
 
 torch.set_num_threads(1)
-SHAPES = [(5,), (20, 17), (20, 70), (8, 4, 3, 3)]
+SHAPES = [(5,), (20, 17), (20, 70), (8, 4, 3, 3), (20, 60, 1, 1)]
 SETTINGS = {
     "adam": (torch.optim.Adam, {"betas": (0.9, 0.98), "weight_decay": 1e-2}),
     # Rates FP32 has exactly: of others, PyTorch's fused kernel on CUDA takes 1 - beta in FP32.
@@ -54,6 +54,10 @@ def give_gradients(update: NarrowUpdate, number: int) -> None:
     for parameter in parameters_of(update):
         gradient = torch.randn(parameter.shape, generator=draw) * 10.0 ** -(number % 5)
         parameter.grad = torch.empty_like(parameter).copy_(gradient * (256.0 if scaled else 1.0))
+        if parameter.shape[2:] == (1, 1):  # as a convolution of channels-last images has it
+            channels = parameter.shape[1]
+            strides = channels, 1, channels, channels
+            parameter.grad = parameter.grad.as_strided(parameter.shape, strides)
     if scaled and number == 3:
         parameters_of(update)[2].grad[7, 7] = torch.inf
 

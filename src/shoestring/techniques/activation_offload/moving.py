@@ -99,7 +99,7 @@ class Moved:
         self._device, self._version = flat.device, flat._version
         self._here: torch.Tensor | None = flat if self.comes_back else None
         self._left: Any = None
-        """When the copy out is done."""
+        """When the copy out is done, until what computes has waited for it."""
         self._filled: Any = None
         """When the copy in is done, until what computes has waited for it."""
         self._changed = False
@@ -113,6 +113,7 @@ class Moved:
             return
         if self._streamed:
             torch.cuda.current_stream(self._device).wait_event(self._left)
+            self._left = None
         # Autograd would refuse to read it, too; here it may have been copied while it changed.
         self._changed = self._streamed and self._here._version != self._version
         self._here = None
@@ -167,8 +168,6 @@ class Moved:
             return
         stream = self._link.streams(self._device)[which]
         stream.wait_stream(torch.cuda.current_stream(self._device))
-        if which and self._left is not None:
-            stream.wait_event(self._left)
         with torch.cuda.stream(stream):
             yield
         if which:
@@ -181,8 +180,9 @@ class Moved:
         if link is None:
             return
         link.held_bytes -= self._there.nbytes
-        if self._filled is not None:  # fetched and not read: its memory is still written
-            torch.cuda.current_stream(self._device).wait_event(self._filled)
+        for event in (self._left, self._filled):  # its memory is still read, or written
+            if event is not None:
+                torch.cuda.current_stream(self._device).wait_event(event)
 
 
 class Window:

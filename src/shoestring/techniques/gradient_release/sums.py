@@ -18,12 +18,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 
 from ...errors import first_line
+from ...trace.cuda import lies_as
 from ...trace.fakes import is_fake
 from ...units import format_size
 from ..host import check_pinned, place_for
@@ -80,7 +81,7 @@ class HostSums:
             return
         pieces = self._held.setdefault(parameter, self._pieces[parameter])
         if self._way is not None:
-            flat = _flat(gradient if gradient.stride() == there.stride() else _as(there, gradient))
+            flat = _flat(gradient if _alike(there, gradient) else _as(there, gradient))
             for piece in pieces:
                 self._way.send(piece, flat[piece.start : piece.end])
         elif before:
@@ -95,7 +96,7 @@ class HostSums:
             return
         there, gradient = self._there[parameter], parameter.grad
         made = torch.empty_like(there, device=parameter.device) if gradient is None else gradient
-        if made.stride() != there.stride():
+        if not _alike(there, made):
             made = _as(there, made)
         if self._way is not None:
             flat = _flat(made)
@@ -119,7 +120,7 @@ class HostSums:
         there = self._there.get(parameter)
         if there is None or not _alike(there, gradient):
             there = self._placed(gradient)
-            if there is None or there.stride() != gradient.stride():
+            if there is None or not _alike(there, gradient):
                 return None
             self._there[parameter] = there
             self._pieces[parameter] = [] if self._way is None else self._way.pieces(there)
@@ -276,6 +277,8 @@ class SumLink:
             yield
             self.wait()
         except BaseException:
+            with suppress(RuntimeError):  # else the capture would end with another error
+                self.wait()
             self._make_streams()  # the others were left within the capture
             raise
         finally:
@@ -301,7 +304,7 @@ def buffer_bytes(each: Iterable[int]) -> int:
 
 
 def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.dtype == other.dtype and one.shape == other.shape and one.stride() == other.stride()
+    return one.dtype == other.dtype and lies_as(one, other)
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 
 from ...trace.fakes import is_fake
+from ...trace.places import mark_passing
+from ..host import wait_when_gone
 from .state import OffloadedEntries, Pair, aligned
 
 CHUNK_BYTES = 2**26
@@ -34,12 +36,14 @@ class Link:
         self.sizes = sizes
         # One piece, so that a trace knows of both where a step needs one only.
         both = torch.empty(sum(sizes), dtype=torch.uint8, device=like.device)
+        mark_passing(both)
         self._buffers = list(both.split(sizes)) if sizes else []
         self._real = like.is_cuda and not is_fake(like)
         if self._real:
             self._in, self._out = (torch.cuda.Stream(like.device) for _ in range(2))
             for stream in (self._in, self._out):
                 stream.wait_stream(torch.cuda.current_stream())
+            wait_when_gone(self, [self._in, self._out], like.device)
         self._ready: dict[int, tuple[int, Any, dict[int, Passage]]] = {}
         """Key of a chunk → its buffer, when it is filled, what is in it by parameter."""
         self._emptied: list[Any] = [None] * len(sizes)
@@ -76,6 +80,8 @@ class Link:
             for owner, held in hosted.items():
                 passage = self._known.get((which, start, owner))
                 if passage is None or not passage.fits(held):
+                    if passage is not None:  # others, too, may hold on to state that was replaced
+                        self._known.clear()
                     passage = Passage(self._buffers[which], start, held)
                     self._known[which, start, owner] = passage
                 passage.bring()
@@ -118,11 +124,10 @@ class Link:
         if not self._real:
             return self._ready.clear
         self._ready.clear()
-        written = self._out.record_event()
-        self._in.wait_event(written)
+        self._in.wait_stream(self._out)
 
         def wait() -> None:
-            written.synchronize()
+            self._in.synchronize()  # after the copies out; it reads what is fetched ahead
             self._ready.clear()
 
         return wait
@@ -150,12 +155,12 @@ class Link:
 
         Returns what waits for it on the host.
         """
+        self.wait()
         self._ready.clear()
         self._known.clear()
         self._buffers.clear()
         if not self._real:
             return None
-        self.wait()
         wait: Callable[[], None] = self._out.record_event().synchronize
         return wait
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -154,6 +153,8 @@ class OffloadedState(defaultdict[torch.Tensor, Entries]):
         super().__init__(dict)
         self._folder, self._smallest, self.kept = folder, smallest, kept
         self._left: tuple[int, str] = 0, ""
+        self._loose = False
+        """There was no room to pack."""
         self.pending: Callable[[], None] | None = None
         """Waits for copies to the host that a step began."""
 
@@ -210,11 +211,19 @@ class OffloadedState(defaultdict[torch.Tensor, Entries]):
         """Whether there is any state of it."""
         return bool(super().get(parameter))
 
-    def pack(self, parameter: torch.Tensor) -> None:
-        """Let state in pinned memory lie in one piece, so that it moves as one."""
-        if not self._left[1]:
-            with suppress(OSError):  # it moves tensor by tensor, then
-                self.entries(parameter).pack()
+    def pack(self, parameter: torch.Tensor, written: Callable[[], None]) -> None:
+        """Let state in pinned memory lie in one piece, so that it moves as one.
+
+        `written` waits until it is there, which is not asked where there is nothing to pack.
+        """
+        entries = self.entries(parameter)
+        if entries.flat is not None or not entries.moved() or self._loose:
+            return
+        written()
+        try:
+            entries.pack()
+        except OSError:  # it moves tensor by tensor, and so does what comes later
+            self._loose = True
 
     def moves(self, value: Any, of_whole: float = 1.0) -> bool:
         """Whether it belongs on the host; `of_whole` of its parameter is held here."""
@@ -297,13 +306,15 @@ def keep_on_host(
     optimizer.state = moved
 
     def loading(optimizer: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
+        if isinstance(optimizer.state, OffloadedState):
+            optimizer.state.settle()  # a replayed graph may still write what goes now
+        moves = OffloadedState(folder, smallest, kept).moves
         names = [name for group in loaded["param_groups"] for name in group["params"]]
         held = [p for group in optimizer.param_groups for p in group["params"]]
         here = {name for name, p in zip(names, held, strict=False) if p in kept}
         state = {
             name: {
-                key: _Passing(value) if moved.moves(value) else value
-                for key, value in entries.items()
+                key: _Passing(value) if moves(value) else value for key, value in entries.items()
             }
             if isinstance(entries, dict) and name not in here
             else entries

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import groupby
 from typing import Any
 
@@ -30,6 +30,9 @@ from ..apart import Chunk, hooks_once, run_alone, with_gradient
 from ..base import Setup
 from .link import CHUNK_BYTES, Link, buffer_sizes
 from .state import OffloadedEntries, OffloadedState, aligned
+
+Work = list[tuple[dict[str, Any], torch.Tensor]]
+"""Parameters with their groups."""
 
 
 class MappedUpdate:
@@ -74,6 +77,8 @@ class StreamedUpdate:
         """Before a graph: all copies of steps before are waited for."""
         if self._link is not None:
             self._link.wait()
+            if self._first is not None:  # its size as it will be: a graph begins to copy into it
+                self._linked(self._first[1][0])
         self._replayed = True
 
     @contextmanager
@@ -92,6 +97,9 @@ class StreamedUpdate:
                 self._link.wait()
                 self._in_graphs.append(self._link)
         except BaseException:
+            if self._link is not None:
+                with suppress(RuntimeError):  # else the capture would end with another error
+                    self._link.wait()
             self._link = None  # its streams were left within the capture
             raise
         finally:
@@ -108,18 +116,26 @@ class StreamedUpdate:
         here = [one for one in work if one[1] in kept]
         if not work:
             return
-        with hooks_once(self._optimizer):
-            if chunks and here:  # the first comes in under the update of what stays
-                self._fetch(chunks[0])
-            for _, alike in groupby(here, key=lambda one: id(one[0])):
-                self._run_here(list(alike))
-            for index, chunk in enumerate(chunks):
-                following = chunks[index + 1] if index + 1 < len(chunks) else None
-                self._run(chunk, following)
+        try:
+            with hooks_once(self._optimizer):
+                self._update_all(chunks, here)
+        except BaseException:
+            if not self._capturing:
+                self.finish()  # whoever reads the state waits for the chunks that were updated
+            raise
         setup = self._setup()
         if setup is None or not setup.updates_in_backward:
             self.finish()
         _state_of(self._optimizer).warn()
+
+    def _update_all(self, chunks: list[Chunk], here: Work) -> None:
+        if chunks and here:  # the first comes in under the update of what stays
+            self._fetch(chunks[0])
+        for _, alike in groupby(here, key=lambda one: id(one[0])):
+            self._run_here(list(alike))
+        for index, chunk in enumerate(chunks):
+            following = chunks[index + 1] if index + 1 < len(chunks) else None
+            self._run(chunk, following)
 
     def finish(self) -> None:
         """After a step: buffers go when what lies in them is on the host, or wait for the next."""
@@ -141,7 +157,7 @@ class StreamedUpdate:
         if first is not None and self._counted == len(state):  # else the link has no room for it
             link.fetch(id(first[1][0]), self._hosted(first))
 
-    def _run_here(self, work: list[tuple[dict[str, Any], torch.Tensor]]) -> None:
+    def _run_here(self, work: Work) -> None:
         """Update parameters of one group whose state stays; what is being copied is not read."""
         state = _state_of(self._optimizer)
         pending, state.pending = state.pending, None
@@ -165,7 +181,7 @@ class StreamedUpdate:
             self._first = chunk
         self._last = key
         link = self._fetch(chunk)
-        ahead = following or self._after.get(key)
+        ahead = following or self._guessed(key)
         if ahead is not None and id(ahead[1][0]) != key:
             link.fetch(id(ahead[1][0]), self._hosted(ahead), beside=key)
         held = link.take(key)
@@ -177,9 +193,12 @@ class StreamedUpdate:
             back = {id(p): state.entries(p).leave() for p in chunk[1]}
             link.store(key, back)
             for parameter in chunk[1]:
-                if state.entries(parameter).flat is None:
-                    link.written()  # what is packed must be there
-                    state.pack(parameter)
+                state.pack(parameter, link.written)
+
+    def _guessed(self, key: int) -> Chunk | None:
+        """What comes next as in the last step, where the backward pass calls for updates."""
+        setup = self._setup()
+        return self._after.get(key) if setup is not None and setup.updates_in_backward else None
 
     def _linked(self, like: torch.Tensor) -> Link:
         """Buffers for what state there is; larger ones when there is more."""
@@ -197,7 +216,7 @@ class StreamedUpdate:
         state = _state_of(self._optimizer)
         return {id(p): state.entries(p) for p in chunk[1] if state.has(p)}
 
-    def _chunks(self, work: list[tuple[dict[str, Any], torch.Tensor]]) -> list[Chunk]:
+    def _chunks(self, work: Work) -> list[Chunk]:
         chunks: list[Chunk] = []
         size = 0
         for group, parameter in work:

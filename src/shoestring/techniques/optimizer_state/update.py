@@ -18,7 +18,7 @@ from ...kernels import expected, has_triton, launched
 from ...kernels.codes import BLOCK, SHIFTS, blocks_of, decode, encode, noise_of, random_bits
 from ...kernels.rounding import DROPPED_BITS, Noise
 from ...torch_private.kernels import foreach_add_
-from ...trace.cuda import is_dense, on_cuda
+from ...trace.cuda import is_dense, lies_as, on_cuda
 from ...trace.fakes import is_fake
 from ..base import LossScaling, Run
 from .storage import SCALE, SIGNED, MomentCodes, dense_like, flat_of
@@ -144,7 +144,7 @@ class QuantizedUpdate:
             and parameter.dtype in (torch.float32, *DROPPED_BITS)
             and parameter.grad.dtype in (torch.float32, *DROPPED_BITS)
             and is_dense(parameter)
-            and parameter.grad.stride() == parameter.stride()
+            and lies_as(parameter.grad, parameter)
         )
 
     def _launch(self, number: int, group: dict[str, Any], p: torch.Tensor, rate: Any) -> None:
@@ -172,7 +172,7 @@ class QuantizedUpdate:
         gradient = parameter.grad
         whole = is_dense(held)
         target = held if whole else held.contiguous()
-        if gradient.stride() != target.stride():
+        if not lies_as(gradient, target):
             gradient = dense_like(target, gradient.dtype).copy_(gradient)
         flat, flat_gradient = flat_of(target), flat_of(gradient)
         skip = None

@@ -36,7 +36,7 @@ from ...kernels import expected
 from ...kernels.rounding import Noise
 from ...torch_private.fake_tensors import FakeTensor
 from ...torch_private.kernels import foreach_mul_
-from ...trace.cuda import is_dense, on_cuda
+from ...trace.cuda import is_dense, lies_as, on_cuda
 from ...trace.fakes import is_fake, readable
 from ...trace.passes import standing_for
 from ..optimizers import ELEMENTWISE
@@ -250,7 +250,7 @@ class NarrowUpdate:
             type(parameter) in (torch.Tensor, torch.nn.Parameter, FakeTensor)
             and is_dense(parameter)
             and all(
-                other.stride() == parameter.stride()
+                lies_as(other, parameter)
                 for other in beside
                 if isinstance(other, torch.Tensor) and other.shape == parameter.shape
             )

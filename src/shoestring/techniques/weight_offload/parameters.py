@@ -156,7 +156,10 @@ _ASKS = METADATA | {
         for name in ("grad", "requires_grad")
         for what in ("__get__", "__set__", "__delete__")
     ),
-    *(getattr(_T, name).__get__ for name in "grad_fn _base _backward_hooks".split()),
+    *(
+        getattr(_T, name).__get__
+        for name in "grad_fn _base _backward_hooks _post_accumulate_grad_hooks".split()
+    ),
     _T.requires_grad_, _T.register_hook, _T.register_post_accumulate_grad_hook,
 }  # fmt: skip
 

@@ -27,6 +27,8 @@ from ...torch_private.autograd import DisableTorchFunction
 from ...torch_private.storages import use_count
 from ...torch_private.trees import tensor_leaves
 from ...trace.fakes import is_fake
+from ...trace.places import mark_passing
+from ..host import wait_when_gone
 
 _ALIGN = 512
 _SHARE = 0.75
@@ -45,6 +47,8 @@ class HostWeight:
         """Calls that use the parameter with its numbers now."""
         self.left: Any = None
         """When its last copy to the host is done."""
+        self.read: Any = None
+        """When the last copy ahead of it is done, which may have been for nothing."""
         with torch.no_grad():
             bare = torch.empty((1,) * parameter.dim(), dtype=parameter.dtype, device=self.device)
             self.bare = bare.fill_(_unlikely(parameter.dtype)).expand(parameter.shape)
@@ -109,8 +113,6 @@ class HostWeights:
                 there.shape, there.stride(), dtype=there.dtype, device=weight.device
             )
             if self._ahead is None or not self._ahead.give(weight, made):
-                if weight.left is not None:
-                    torch.cuda.current_stream(weight.device).wait_event(weight.left)
                 made.copy_(there, non_blocking=True)
         weight.here = weakref.ref(made)
         storage, known = made.untyped_storage(), self._by_storage
@@ -199,6 +201,8 @@ class HostWeights:
                 if self._out is None:
                     self._out = torch.cuda.Stream(here.device)
                 self._out.wait_stream(torch.cuda.current_stream(here.device))
+                if weight.read is not None:
+                    self._out.wait_event(weight.read)
                 with torch.cuda.stream(self._out):
                     weight.there.copy_(here, non_blocking=True)
                     weight.left = self._out.record_event()
@@ -268,11 +272,13 @@ class AheadBuffers:
         self._nbytes, self._device = -(-nbytes // _ALIGN) * _ALIGN, like.device
         # One piece, so that a trace that copies nothing ahead knows of all.
         whole = torch.empty(self.SLOTS * self._nbytes, dtype=torch.uint8, device=like.device)
+        mark_passing(whole)
         self._buffers = list(whole.chunk(self.SLOTS))
         self._streams = _streams(self._buffers[0])
         if self._streams:
             self._in = torch.cuda.Stream(like.device)
             self._in.wait_stream(torch.cuda.current_stream(like.device))
+            wait_when_gone(self, [self._in], like.device)
         self._filled: dict[HostWeight, tuple[int, Any]] = {}
         """The weight in a buffer: which buffer, and when it is there."""
         self._emptied: list[Any] = [None] * self.SLOTS
@@ -292,7 +298,8 @@ class AheadBuffers:
                 self._in.wait_event(event)
         with torch.no_grad(), DisableTorchFunction(), torch.cuda.stream(self._in):
             self._view(weight, slot).copy_(weight.there, non_blocking=True)
-            self._filled[weight] = slot, self._in.record_event()
+            weight.read = self._in.record_event()
+            self._filled[weight] = slot, weight.read
 
     def give(self, weight: HostWeight, made: torch.Tensor) -> bool:
         """Fill the copy from a buffer; False where it is in none."""
