@@ -321,6 +321,7 @@ PICKED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         torch.arange(512).view(64, 8) % 32, x.flatten(1), mode="max"
     ),
     "pairs": lambda x: torch.cdist(x, x + 1),
+    "pairs of columns": lambda x: torch.cdist(x.mT[:, :, :9], x.mT[:, :, :9]),
 }
 
 

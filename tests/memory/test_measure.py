@@ -63,6 +63,38 @@ def test_buffers_and_frozen_parts() -> None:
     assert measured.bytes_by_role["optimizer_state"] == 2 * 4 * (40 + 200 + 10) + 4 * 4
 
 
+PICKS: dict[str, Any] = {
+    "rows": lambda w, at: w[at],
+    "rows by a function": lambda w, at: w.index_select(0, at),
+    "elements": lambda w, at: w.gather(0, at[:, None]),
+    "elements of all": lambda w, at: w.take(at),
+    "by a mask": lambda w, at: w.masked_select(torch.arange(100)[:, None] < 2),
+    "the largest": lambda w, at: w.max(1)[0],
+    "some of the largest": lambda w, at: w.topk(2, 1)[0],
+}
+
+
+@pytest.mark.parametrize("pick", PICKS.values(), ids=PICKS)
+def test_gradients_are_placed_into_zeros_as_plain_training_does(pick: Any) -> None:
+    """A dispatch mode makes PyTorch keep the zeros beside the gradient."""
+
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(100, 250))
+
+        def forward(self, at: Tensor) -> Tensor:
+            made: Tensor = pick(self.weight, at)
+            return made
+
+    given: Any = (Table(), torch.tensor([1, 3, 3]))
+    gradient = 100_000
+    found = measure(*given, loss=mean_square)
+    assert 2 * gradient <= found.peak_bytes < 2.1 * gradient  # the weight and its gradient
+    predicted = ss.profile(*given, loss=mean_square, accounting="device")
+    assert abs(predicted.peak_bytes - found.peak_bytes) <= 64
+
+
 def test_batch_that_is_a_slice_counts_for_what_it_shows() -> None:
     data = torch.randn(10_000, 30)
     measured = measure(nn.Linear(30, 20), data[100:105], loss=mean_square)

@@ -26,6 +26,29 @@ def current_node() -> Any:
     return torch._C._current_autograd_node()
 
 
+_SELECTS = "MaxBackward0 MinBackward0 TopkBackward0 SortBackward0 KthvalueBackward0".split()
+_INTO_ZEROS = {
+    "scatter_add": {"GatherBackward0", "CummaxBackward0", "CumminBackward0"},
+    "index_put": {"IndexBackward0"},
+    "index_add": {"IndexSelectBackward0"},
+    "put": {"TakeBackward0"},
+    "masked_scatter": {"MaskedSelectBackward0"},
+    "scatter": {*_SELECTS, "MedianBackward1", "NanmedianBackward1", "ModeBackward0"},
+}
+"""Gradients that PyTorch places into fresh zeros; out of place where a dispatch mode looks on."""
+
+
+def as_unobserved(func: Any) -> Any:
+    """The operation that the running node calls where no mode sees it: in place of fresh zeros."""
+    nodes = _INTO_ZEROS.get(func._opname)
+    if nodes is None or torch.is_grad_enabled():
+        return func
+    node = current_node()
+    if node is None or node.name() not in nodes:
+        return func
+    return getattr(getattr(torch.ops.aten, func._opname + "_"), func._overloadname)
+
+
 def last_sequence_number() -> int:
     """Of the node that was made last on this thread."""
     return torch.autograd._get_sequence_nr() - 1

@@ -182,14 +182,6 @@ class _Functions(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-# Gradients that PyTorch scatters into fresh zeros in place, except when tensors are fake.
-_IN_PLACE = {
-    _aten.scatter_add.default: "GatherBackward0",
-    _aten.index_put.default: "IndexBackward0",
-    _aten.index_add.default: "IndexSelectBackward0",
-}
-
-
 class _Shapes(OperationMode):
     """Give operators the results they have on CUDA, where fake tensors would have others."""
 
@@ -204,9 +196,7 @@ class _Shapes(OperationMode):
         node = current_node()
         if node is None or torch.is_grad_enabled():
             return _result(func, args, kwargs)
-        if func in _IN_PLACE and node.name() == _IN_PLACE[func]:
-            func = getattr(_aten, func._opname + "_").default
-        elif func is _aten.add.Tensor and not kwargs and self._accumulates(args, node):
+        if func is _aten.add.Tensor and not kwargs and self._accumulates(args, node):
             func = _aten.add_.Tensor
         out = _result(func, args, kwargs)
         for leaf in tensor_leaves(out):

@@ -38,7 +38,12 @@ from torch.nn.modules.module import (
 )
 
 from ..errors import TraceError
-from ..torch_private.autograd import DisableTorchFunction, current_node, last_sequence_number
+from ..torch_private.autograd import (
+    DisableTorchFunction,
+    as_unobserved,
+    current_node,
+    last_sequence_number,
+)
 from ..torch_private.dispatch import OperationMode
 from ..torch_private.fake_tensors import FakeTensor
 from ..torch_private.storages import held_in, suggest_memory_format
@@ -206,6 +211,7 @@ class Recorder(OperationMode):
             return self._unrecorded(func, args, kwargs)
         if self._is_step_count(func, args):
             return UNKNOWN if args[0].constant is None else func(*args)
+        func = as_unobserved(func)
         known = _facts(func)
         inputs: list[tuple[str, TensorSpec]] = []
         mutates: list[str] = []
