@@ -1,9 +1,9 @@
 """What each lever costs a language model in quality: loss curves on Europarl's English, over plain.
 
-    python benchmarks/language_model.py --data-dir DIR --out rows.jsonl     # 28M parameters, one GPU
-    python benchmarks/language_model.py --small --data-dir DIR --out rows.jsonl    # 1.6M, a CPU
-    python benchmarks/language_model.py --out rows.jsonl --table            # of what is there
-    python benchmarks/language_model.py --data-dir DIR --out rows.jsonl --only "8-bit state" --seeds 0
+    python benchmarks/language_model.py --data-dir DIR --out FILE     # 28M parameters, one GPU
+    python benchmarks/language_model.py --small --data-dir DIR --out FILE    # 1.6M, a CPU
+    python benchmarks/language_model.py --data-dir DIR --out FILE --only "8-bit state" --seeds 0
+    python benchmarks/language_model.py --out FILE --table            # of what is there
 
 A GPT (weights of head and embedding tied) trains with AdamW on random windows of the English side
 of `europarl160k`. For a seed all levers start from the same weights, and see the same windows and
@@ -89,9 +89,7 @@ class GPT(nn.Module):
 
     def __init__(self, words: int, size: argparse.Namespace) -> None:
         super().__init__()
-        self.tokens, self.positions = (
-            nn.Embedding(n, size.width) for n in (words, size.length)
-        )
+        self.tokens, self.positions = (nn.Embedding(n, size.width) for n in (words, size.length))
         self.blocks = nn.ModuleList(
             Block(size.width, size.heads, size.dropout) for _ in range(size.layers)
         )
@@ -317,7 +315,8 @@ def main() -> None:
         rows = [json.loads(line) for line in given.out.read_text().splitlines()]
     if not given.table:
         windows = Windows(given)
-        made = {(row["lever"], row["seed"]) for row in rows if row["settings"] == settings_of(given)}
+        own = settings_of(given)
+        made = {(row["lever"], row["seed"]) for row in rows if row["settings"] == own}
         for seed in given.seeds:
             for name in given.only or NAMES:
                 if (name, seed) in made:
