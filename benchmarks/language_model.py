@@ -14,6 +14,7 @@ that the file has already are not made again, so the same command goes on where 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
 import time
@@ -185,17 +186,17 @@ def evaluated(model: nn.Module, batches: list[torch.Tensor]) -> float:
 
 def run(name: str, seed: int, windows: Windows, given: argparse.Namespace) -> dict[str, Any]:
     """Train once: the curve, and what it took."""
+    gc.collect()  # of the run before, whose bytes are not this one's
     torch.manual_seed(seed)
     model = GPT(windows.words, given)
     techniques = LEVERS.get(name, ())
     parameters = sum(p.numel() for p in model.parameters())
-    sample_batch = windows.batch(seed, 0).cpu()
     model.to(given.device)
     optimizer = optimizer_for(name, model, given)
     predicted = None
     if name in LEVERS:
         predicted = ss.profile(
-            model, sample_batch, loss=loss, optimizer=optimizer, techniques=techniques,
+            model, windows.batch(seed, 0), loss=loss, optimizer=optimizer, techniques=techniques,
             accounting="device",
         ).peak_bytes  # fmt: skip
     step = ss.apply(techniques, model, optimizer, loss=loss)
