@@ -2,11 +2,14 @@
 
     python benchmarks/on_gpu.py --out FOLDER                      # all of it, on one GPU of 140 GB
     python benchmarks/on_gpu.py --out FOLDER --only tests --only fits --seconds 400
+    python benchmarks/on_gpu.py --out runs/gpu --only quality --seconds 580    # trainings, hours
     python benchmarks/on_gpu.py --list
 
 The tests run first and hold the GPU; predicted fits, which are about bytes alone, run beside them.
 Then the others take turns (`turns`). Logs and rows lie in FOLDER as they are made. After
-`--seconds` whatever still runs is ended, and the ends of all logs are printed.
+`--seconds` whatever still runs is ended, and the ends of all logs are printed. Trainings that take
+hours ("quality") run only if they are named, read $SHOESTRING_DATA (by default carry/data), and go
+on where they were when the same command is given again.
 """
 
 from __future__ import annotations
@@ -36,10 +39,17 @@ class Job:
     """Takes turns on the GPU; else it is about bytes alone."""
     after_seconds: float = 0.0
     """Begins so much later than the first."""
+    hours: bool = False
+    """Trains for hours: started only by `--only`, and goes on where it was ended."""
 
 
 def _card(*arguments: str) -> str:
     return " ".join(("card.py", *arguments, "--out {out}/card.jsonl"))
+
+
+def _study(name: str) -> Job:
+    command = f"-m shoestring study studies/{name}.toml --out {{out}}/{name} --resume --workers 6"
+    return Job(f"quality-{name}", (command,), timed=False, hours=True)
 
 
 def _fits(*arguments: str) -> str:
@@ -88,6 +98,10 @@ JOBS = (
     *(Job(f"strangers-{number}", tuple(
         _card(name, "--budgets 0.80 0.55 0.35 0.20 gc --smallest") for name in names
     ), after_seconds=60) for number, names in enumerate(STRANGERS)),
+    *(Job(f"quality-language-model-{seed}", (
+        f"language_model.py --seeds {seed} --out {{out}}/language_model.jsonl",
+    ), timed=False, hours=True) for seed in range(3)),
+    *map(_study, ("multi30k-levers", "europarl-levers", "cifar10-levers")),
 )  # fmt: skip
 
 
@@ -101,7 +115,8 @@ def start(job: Job, folder: Path, device_turns: Path) -> subprocess.Popen[bytes]
     if job.name == "tests":  # as one that holds the GPU, so that nothing is timed beside them
         lines = [f"flock {device_turns} {line}" for line in lines]
     environment = {
-        **os.environ, "OMP_NUM_THREADS": "1",
+        "SHOESTRING_DATA": str(HERE.parent / "carry" / "data"), **os.environ,
+        "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(filter(None, (
             str(HERE.parent / "src"), str(HERE.parent / "carry" / "site"),
             os.environ.get("PYTHONPATH", ""),
@@ -126,7 +141,7 @@ def main() -> None:
     parser.add_argument("--lines", type=int, default=20, help="of each log, printed at the end")
     parser.add_argument("--list", action="store_true", help="print the jobs, and run none")
     given = parser.parse_args()
-    jobs = [j for j in JOBS if not given.only or any(part in j.name for part in given.only)]
+    jobs = [j for j in JOBS if any(part in j.name for part in given.only or [""] * (not j.hours))]
     if given.list:
         for job in jobs:
             print(job.name, *job.commands, sep="\n    ")

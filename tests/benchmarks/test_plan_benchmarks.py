@@ -11,6 +11,7 @@ import on_gpu
 import plan_holds
 import plan_speed
 from card_models import SUBJECTS
+from shoestring.lab.study.spec import load
 
 
 @pytest.mark.slow
@@ -46,6 +47,8 @@ def test_all_that_waits_for_a_gpu_is_there() -> None:
     for job in on_gpu.JOBS:
         for script, *arguments in map(shlex.split, job.commands):
             assert script == "-m" or (on_gpu.HERE / script).is_file()
+            if "study" in arguments:
+                load(on_gpu.HERE.parent / arguments[arguments.index("study") + 1])
             if script == "card.py":
                 trained.add(arguments[0])
     assert trained == set(SUBJECTS)
@@ -56,10 +59,12 @@ def test_jobs_run_at_once_and_end_in_time(
 ) -> None:
     jobs = (
         on_gpu.Job("quick", ("-m this", "-m this")), on_gpu.Job("long", ("-m this",), False, 60),
+        on_gpu.Job("training", ("-m this",), hours=True),
     )  # fmt: skip
     monkeypatch.setattr(on_gpu, "JOBS", jobs)
     monkeypatch.setattr(sys, "argv", ["on_gpu", "--out", str(tmp_path), "--seconds", "3"])
     on_gpu.main()
     printed = capsys.readouterr().out
     assert "quick: ended with 0" in printed and "long: stopped" in printed
+    assert "training" not in printed
     assert (tmp_path / "quick.log").read_text().count("Namespaces are one honking") == 2

@@ -1,10 +1,12 @@
 """The benchmarks of training run, in a tiny form, and find what they are there to find."""
 
+import json
 import mmap
 
 import pytest
 import torch
 
+import language_model
 import soak
 import train_step
 from shoestring.lab.runs.settings import settings_for
@@ -45,3 +47,25 @@ def test_soak_sees_memory_that_grows(leak, monkeypatch):
     found = soak.soak(settings, small_task(), CPU, 60)
     assert found["steps"] == 60 and found["slower"] > 0
     assert (found["grown_bytes"] > soak.MOST_GROWN_BYTES) is leak
+
+
+@pytest.mark.slow
+def test_levers_of_a_language_model_beside_plain_training(tmp_path, monkeypatch, capsys):
+    rows = tmp_path / "rows.jsonl"
+    size = "--width 32 --layers 1 --heads 2 --length 8 --batch 2 --updates 4 --every 2 --held-out 4"
+    size += " --warmup 1 --lr 0.01"
+    names = ["plain", "released gradients", "4-bit state", "factored, 8-bit first moment"]
+    chosen = [word for name in names for word in ("--only", name)]
+    given = ["--data", "number_words", "--seeds", "0", "1", "--out", str(rows), "--device", "cpu"]
+    monkeypatch.setattr("sys.argv", ["language_model", *given, *size.split(), *chosen])
+    language_model.main()
+    made = [json.loads(line) for line in rows.read_text().splitlines()]
+    assert [row["lever"] for row in made] == 2 * names
+    plain, released, coded, factored = (row["curve"] for row in made[:4])
+    assert plain == released and len({str(c) for c in (plain, coded, factored)}) == 3
+    assert [update for update, _, _ in plain] == [2, 4]
+    assert all(row["predicted_peak_bytes"] == row["measured_peak_bytes"] for row in made[:2])
+    assert "| released gradients | 2 | " in capsys.readouterr().out
+    before = rows.read_bytes()
+    language_model.main()  # all of it is there
+    assert rows.read_bytes() == before

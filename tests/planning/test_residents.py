@@ -107,8 +107,8 @@ def test_what_stays_through_the_passes_where_they_update_is_estimated(
 ) -> None:
     """Buffers of state on the host; the head's gradient, which meets all activations, and waits
     for the embedding's where they are one."""
-    for part in (offload.update, offload.link):
-        monkeypatch.setattr(part, "CHUNK_BYTES", 10_000)
+    for part in (offload.update, offload):
+        monkeypatch.setattr(part, "chunk_bytes", lambda parameters: 10_000)
     tokens = torch.zeros(4000, dtype=torch.int64)
     found = Planner(
         Deep(tied=tied), tokens, loss=lambda model, batch: model(batch), optimizer="adamw",

@@ -12,7 +12,7 @@ from shoestring.lab.study.expand import StudyJob, expand
 from shoestring.lab.study.report import report
 from shoestring.lab.study.results import load_results
 from shoestring.lab.study.spec import load
-from shoestring.lab.study.tables import Table
+from shoestring.lab.study.tables import Table, main_table
 
 STUDY = """
 title = "costs $x_{$"
@@ -133,3 +133,14 @@ def test_an_error_on_a_terminal_is_no_markup(monkeypatch, capsys, tmp_path):
             Outcome(StudyJob("train", {"model": "m"}), tmp_path, (), "no file [/tmp/x] [a]")
         )
     assert "[/tmp/x] [a]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("source", [None, "a paper"])
+def test_targets_of_no_source_are_asked_for(ended, source):
+    folder = ended("accuracy", {"accuracy": 90.0}, {"accuracy": 92.0})
+    file = folder / "study.toml"
+    head = "" if source is None else f'source = "{source}"\n'
+    file.write_text(f"{head}{file.read_text()}[[target]]\nwhere = {{lr = 0.1}}\nmin_score = 95.0\n")
+    heads, *_, row = main_table(load_results(folder)).markdown().split("\n\n")[1].splitlines()
+    assert ("asked for" in heads) is (source is None)
+    assert ("the report" in heads) is (source is not None) and "≥ 95.00" in row

@@ -15,6 +15,7 @@ from torch import nn
 
 import shoestring as ss
 from shoestring.errors import InputError, NoEffectWarning
+from shoestring.lab.models.label_smoothing import label_smoothed_loss
 from shoestring.step.predict import predict_step
 from shoestring.techniques import chunked_loss as technique
 
@@ -53,6 +54,14 @@ def shifted(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(kept.view(-1, WORDS), labels[..., 1:].reshape(-1))
 
 
+def summed(log_p: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Label smoothing as it is often written by hand."""
+    true = -log_p.gather(dim=-1, index=labels.clamp_min(0)[:, None])
+    smooth = -log_p.sum(dim=-1, keepdim=True)
+    kept = labels != -100
+    return 0.9 * true[kept].mean() + 0.1 / WORDS * smooth[kept].mean()
+
+
 FORMS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "flat": lambda x, t: F.cross_entropy(x.float().view(-1, x.size(-1)), t.view(-1)),
     "shifted": shifted,
@@ -75,6 +84,11 @@ FORMS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "capped": lambda x, t: F.cross_entropy((torch.tanh(x / 3) * 3).flatten(0, 1), t.flatten()),
     "masked": lambda x, t: F.cross_entropy(x[t != -100], t[t != -100]),
     "last": lambda x, t: F.cross_entropy(x[:, -1], t[:, -1]),
+    "gathered": lambda x, t: -(
+        x.float().log_softmax(-1).gather(-1, t.clamp_min(0)[..., None]).squeeze(-1)
+    )[t != -100].mean(),
+    "gathered and summed": lambda x, t: summed(F.log_softmax(x.flatten(0, 1), -1), t.flatten()),
+    "gathered and averaged": lambda x, t: label_smoothed_loss(x, t.clamp_min(0)),
     "more bias": lambda x, t: F.cross_entropy((x + WEIGHTS[None]).flatten(0, 1), t.flatten()),
 }  # fmt: skip
 

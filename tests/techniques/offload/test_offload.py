@@ -46,8 +46,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """As beside the CPU; and as beside a GPU, copies made at once."""
     if request.param == "streamed":
         monkeypatch.setattr(technique, "on_cuda", lambda tensor: True)
-        for part in (technique.link, technique.update):
-            monkeypatch.setattr(part, "CHUNK_BYTES", 40_000)
+        monkeypatch.setattr(technique.update, "chunk_bytes", lambda parameters: 40_000)
     return str(request.param)
 
 
@@ -347,11 +346,24 @@ def test_buffers_hold_any_tensor_and_most_of_them() -> None:
     """As of a model with a large embedding: its state must not be there twice."""
     mib = 2**20
     sizes = technique.update.buffer_sizes
-    assert sizes([]) == () == sizes([0, 0])
-    assert sizes([mib, 2 * mib]) == (3 * mib, 3 * mib)
-    assert sizes([1000 * mib, 1000 * mib, *[120 * mib] * 90, *[4 * mib] * 90]) == (
+    assert sizes([], mib) == () == sizes([0, 0], mib)
+    assert sizes([mib, 2 * mib], 64 * mib) == (3 * mib, 3 * mib)
+    assert sizes([1000 * mib, 1000 * mib, *[120 * mib] * 90, *[4 * mib] * 90], 64 * mib) == (
         1000 * mib, 120 * mib
     )  # fmt: skip
+
+
+def test_buffers_are_small_beside_the_state_of_a_small_model() -> None:
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(20)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    plan = [ss.GradientRelease(), ss.FusedUpdate()]
+
+    def peak(*more: ss.Technique) -> int:
+        about: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "device": "cuda"}
+        return predict_step([*plan, *more], model, torch.randn(8, 512), **about).peak_bytes
+
+    state = 8 * sum(p.numel() for p in model.parameters())
+    assert peak() - peak(ss.Offload()) > 0.8 * state
 
 
 @pytest.mark.parametrize("released", [False, True])
@@ -360,8 +372,7 @@ def test_tensors_of_very_different_sizes_are_streamed(
 ) -> None:
     """Small ones ahead of a large one, a large one after a large one."""
     monkeypatch.setattr(technique, "on_cuda", lambda tensor: True)
-    for part in (technique.link, technique.update):
-        monkeypatch.setattr(part, "CHUNK_BYTES", 2000)
+    monkeypatch.setattr(technique.update, "chunk_bytes", lambda parameters: 2000)
     others = [ss.GradientRelease()] * released
 
     def run(*plan: ss.Technique) -> ss.Step:

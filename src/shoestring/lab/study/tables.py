@@ -186,7 +186,7 @@ def main_table(results: Results) -> Table:
     heads = [head(n) for n in settings]
     for column, has in zip(columns, beside, strict=True):
         heads.append(study.score_label if column == "score" else HEADS.get(column, column))
-        heads += ["the report"] if has else []
+        heads += ["the report" if study.source else "asked for"] if has else []
     cells: list[tuple[str, ...]] = []
     for row, said in zip(results.rows, texts, strict=True):
         cell = [shown(n, row.settings.get(n)) for n in settings]

@@ -26,8 +26,8 @@ class ChunkedLoss(Technique):
     """Compute the last projection and its cross-entropy some classes at a time.
 
     The step finds the head while it runs: a linear layer outside of the blocks whose output goes to
-    `F.cross_entropy`, or to `log_softmax` and `F.nll_loss`, through casts, shifts, views and
-    factors. If anything else reads the logits, they are computed as usual.
+    `F.cross_entropy`, or to `log_softmax` and `F.nll_loss`, `gather` or a mean, through casts,
+    shifts, views and factors. If anything else reads the logits, they are computed as usual.
 
     Args:
         columns: Classes at a time; by default twice the number of the projection's inputs, at least

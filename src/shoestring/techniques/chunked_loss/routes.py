@@ -202,6 +202,56 @@ def _cross_entropy(
     return _loss(logits, target, weight, *given)
 
 
+_NONE_IGNORED = -(2**63)
+
+
+def _gather(logits: DeferredLogits, dim: int, index: Tensor, *, sparse_grad: bool = False) -> Any:
+    """One class of each row of a log-softmax, as losses written by hand take it."""
+    own = logits.projection
+    fits = isinstance(index, Tensor) and index.shape == (*own.hidden.shape[:-1], 1)
+    if not _has_rows(logits, dim) or not fits:
+        return NotImplemented
+    _check_target(index, own.weight.shape[0], _NONE_IGNORED)
+    return _log_p(logits, index.reshape(-1), 0.0).view(index.shape)
+
+
+def _mean(logits: DeferredLogits, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
+    """Over the classes of a log-softmax, as label smoothing takes it: a loss that is all smoothing.
+
+    -mean_j log p_j = lse - Σ_j s_j / V.
+    """
+    if isinstance(dim, (tuple, list)) and len(dim) == 1:
+        (dim,) = dim
+    if kwargs or not _has_rows(logits, dim):
+        return NotImplemented
+    hidden = logits.projection.hidden
+    anyone = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
+    made = _log_p(logits, anyone.reshape(-1), 1.0).view(anyone.shape)
+    return made.unsqueeze(-1) if keepdim else made
+
+
+def _sum(logits: DeferredLogits, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
+    made = _mean(logits, dim, keepdim, **kwargs)
+    return made if made is NotImplemented else made * logits.projection.weight.shape[0]
+
+
+def _has_rows(logits: DeferredLogits, dim: Any) -> bool:
+    """Whether it is a log-softmax whose classes are this dimension, the last one."""
+    own, last = logits.projection, logits.dim() - 1
+    return own.normalized and own.classes_last and type(dim) is int and dim in (-1, last)
+
+
+def _log_p(logits: DeferredLogits, target: Tensor, smoothing: float) -> Tensor:
+    """Of every row the log-probability of its target, or with smoothing 1 the mean of all."""
+    logits.check_unchanged()
+    own = logits.projection
+    own.chosen()
+    form = LossForm(_NONE_IGNORED, smoothing, own.scale, own.cap, own.columns)
+    with torch.autocast(own.hidden.device.type, enabled=False):
+        rows = own.hidden.flatten(0, -2)
+        return -row_losses(rows, own.weight, own.bias, target, None, form).to(own.dtype)
+
+
 def _loss(
     logits: DeferredLogits,
     target: Tensor,
@@ -278,6 +328,9 @@ ROUTES.update(
         F.cross_entropy: _cross_entropy,
         F.nll_loss: _nll_loss,
         **dict.fromkeys((F.log_softmax, torch.log_softmax, _T.log_softmax), _log_softmax),
+        **dict.fromkeys((_T.gather, torch.gather), _gather),
+        **dict.fromkeys((_T.mean, torch.mean), _mean),
+        **dict.fromkeys((_T.sum, torch.sum), _sum),
         _T.float: lambda logits: _cast(logits, torch.float32),
         _T.double: lambda logits: _cast(logits, torch.float64),
         _T.to: _to,

@@ -18,7 +18,7 @@ from ..host import check_folder, check_room, folder_for, pinned_size
 from ..offers import Context, Offer, Update, Updates
 from ..optimizers import ELEMENTWISE, whole_elements
 from ..registry import register
-from .link import buffer_sizes, which_move
+from .link import buffer_sizes, chunk_bytes, which_move
 from .state import OffloadedState, keep_on_host
 from .update import MappedUpdate, StreamedUpdate
 
@@ -118,7 +118,8 @@ class Offload(Technique):
         passing = whole.passing_bytes
         buffers: tuple[int, ...] = ()
         if updates.context.device == "cuda":
-            buffers = buffer_sizes([int(each * nbytes) for nbytes in moved])
+            chunk = chunk_bytes(_held(optimizer))
+            buffers = buffer_sizes([int(each * nbytes) for nbytes in moved], chunk)
             share = max(buffers, default=0) / max(whole.state_bytes, 1)
             passing = int(passing * min(share, 1))
         return replace(

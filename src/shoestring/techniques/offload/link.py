@@ -10,7 +10,7 @@ most.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,7 +22,9 @@ from ..host import wait_when_gone
 from .state import OffloadedEntries, Pair, aligned
 
 CHUNK_BYTES = 2**26
-"""Of state that moves together; a single tensor may be more."""
+"""Of state that moves together, at most; a single tensor may be more."""
+_CHUNKS = 16
+"""The weights of a small model are so many times as large: buffers must be small beside state."""
 _MOST = 0.75
 """Of all tensors, those whose state fits the smaller buffer."""
 _TIMES_LARGEST = 16
@@ -217,14 +219,19 @@ class Passage:
             there.copy_(here, non_blocking=True)
 
 
-def buffer_sizes(each: Sequence[int]) -> tuple[int, ...]:
+def chunk_bytes(parameters: Iterable[torch.Tensor]) -> int:
+    """Of state that moves together, for an optimizer of these parameters."""
+    return min(CHUNK_BYTES, sum(p.numel() * p.element_size() for p in parameters) // _CHUNKS)
+
+
+def buffer_sizes(each: Sequence[int], chunk: int) -> tuple[int, ...]:
     """Bytes of the buffers for tensors whose state takes so much: one holds any, one most."""
     moved = sorted(nbytes for nbytes in each if nbytes)
     if not moved:
         return ()
-    large = min(max(moved[-1], CHUNK_BYTES), sum(moved))
+    large = min(max(moved[-1], chunk), sum(moved))
     most = moved[int(_MOST * (len(moved) - 1))]
-    return large, min(max(most, CHUNK_BYTES), large)
+    return large, min(max(most, chunk), large)
 
 
 def which_move(sizes: Sequence[int], share: float) -> frozenset[int]:

@@ -28,7 +28,7 @@ from torch.optim import SGD, Optimizer
 
 from ..apart import Chunk, hooks_once, run_alone, with_gradient
 from ..base import Setup
-from .link import CHUNK_BYTES, Link, buffer_sizes
+from .link import Link, buffer_sizes, chunk_bytes
 from .state import OffloadedEntries, OffloadedState, aligned
 
 Work = list[tuple[dict[str, Any], torch.Tensor]]
@@ -61,6 +61,8 @@ class StreamedUpdate:
     def __init__(self, setup: Setup) -> None:
         self._optimizer, self._update = setup.optimizer, setup.update
         self._setup = weakref.ref(setup)
+        groups = self._optimizer.param_groups
+        self._chunk = chunk_bytes(p for group in groups for p in group["params"])
         self._link: Link | None = None
         self._after: dict[int, Chunk] = {}
         """Number of a chunk's first parameter → the chunk that followed in the last step."""
@@ -204,7 +206,8 @@ class StreamedUpdate:
         """Buffers for what state there is; larger ones when there is more."""
         if self._link is None or self._counted != len(_state_of(self._optimizer)):
             state = _state_of(self._optimizer)
-            self._counted, sizes = len(state), buffer_sizes([self._bytes_of(p) for p in state])
+            self._counted = len(state)
+            sizes = buffer_sizes([self._bytes_of(p) for p in state], self._chunk)
             if self._link is not None and self._link.sizes != sizes:
                 if self._link not in self._in_graphs:
                     self._link.finish()
@@ -221,7 +224,7 @@ class StreamedUpdate:
         size = 0
         for group, parameter in work:
             own = self._bytes_of(parameter)
-            if chunks and chunks[-1][0] is group and size + own <= CHUNK_BYTES:
+            if chunks and chunks[-1][0] is group and size + own <= self._chunk:
                 chunks[-1][1].append(parameter)
                 size += own
             else:
