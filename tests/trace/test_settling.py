@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import shoestring as ss
+from shoestring.step.predict import predict_step
 
 
 class Bank(nn.Module):
@@ -62,3 +63,22 @@ def test_state_that_does_not_stop_to_grow_is_told() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.warns(ss.UnprovenWarning, match="keeps more with every step"):
         ss.plan(model, x, loss=loss, optimizer=optimizer, budget="100 MB", allow="lossless")
+
+
+def test_features_that_hooks_collect() -> None:
+    """Those of the part before are there until the next part's take their place."""
+    layers = [nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(6)]
+    model, x = nn.Sequential(*layers), torch.randn(256, 64)
+    kept: dict[int, torch.Tensor] = {}
+    for number in (1, 2, 3):
+        model[number].register_forward_hook(lambda m, a, out, n=number: kept.update({n: out}))
+
+    def total(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x).square().mean() + sum(h.square().mean() for h in kept.values())
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plan = [ss.Microbatching(32)]
+    predicted = predict_step(plan, model, x, loss=total, optimizer=optimizer).peak_bytes
+    step = ss.apply(plan, model, optimizer, loss=total)
+    step(x)
+    assert step.measure(x).peak_bytes == pytest.approx(predicted, abs=100)

@@ -163,15 +163,16 @@ def tensors_held(model: nn.Module) -> Iterator[torch.Tensor]:
     for module in model.modules():
         for name, value in {**module.__dict__, **module._buffers}.items():
             if name not in _OWN:
-                yield from _tensors_in(value, 3)
+                yield from tensors_in(value)
 
 
-def _tensors_in(value: Any, deepest: int) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any, deepest: int = 3) -> Iterator[torch.Tensor]:
+    """In a value, and in containers in containers."""
     if isinstance(value, torch.Tensor):
         yield value
     elif deepest and isinstance(value, (Mapping, list, tuple, set, deque)):
         for one in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors_in(one, deepest - 1)
+            yield from tensors_in(one, deepest - 1)
 
 
 def results_in(model: nn.Module) -> Iterator[torch.Tensor]:

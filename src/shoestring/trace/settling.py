@@ -11,14 +11,17 @@ modules keep as much as before.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
-from .attributes import tensors_held
+from .attributes import CONTAINERS, tensors_held, tensors_in
 from .graph import Trace, live_bytes
+from .untouched import hooks_of
 
 MOST = 32
 """Passes after which a state that still grows is not followed further."""
@@ -101,13 +104,23 @@ def growing(model: nn.Module) -> tuple[str, ...]:
 
 
 def kept_tensors(model: nn.Module) -> dict[int, torch.Tensor]:
-    """By storage, all that modules hold beside parameters: in buffers, attributes, containers."""
+    """By storage, all that modules hold beside parameters: in buffers, attributes, containers; and
+    what their hooks collect."""
     own = {id(p) for p in model.parameters()}
     return {
         tensor.untyped_storage()._cdata: tensor
-        for tensor in tensors_held(model)
+        for tensor in chain(tensors_held(model), _collected(model))
         if id(tensor) not in own and tensor.layout is torch.strided
     }
+
+
+def _collected(model: nn.Module) -> Iterator[torch.Tensor]:
+    """`lambda module, given, out: features.update(one=out)`: of containers in closures."""
+    for hook in hooks_of(model):
+        for cell in getattr(hook, "__closure__", None) or ():
+            with suppress(ValueError):  # empty
+                if isinstance(cell.cell_contents, CONTAINERS):
+                    yield from tensors_in(cell.cell_contents)
 
 
 def kept_bytes(model: nn.Module) -> int:
