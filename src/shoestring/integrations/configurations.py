@@ -108,6 +108,8 @@ class Configured:
     @property
     def longest(self) -> int | None:
         """Tokens it has positions for; None where they are computed, or there are none."""
+        if not self.has_context:
+            return None
         config = self._configuration
         if hasattr(config, "rope_parameters"):
             return None

@@ -27,6 +27,7 @@ from shoestring.techniques import host
 from shoestring.techniques import offload as technique
 from shoestring.techniques.base import Setup
 from shoestring.techniques.host import _pinned, folder_for, in_memory
+from shoestring.techniques.offload.link import buffer_sizes, chunk_bytes
 from shoestring.techniques.offload.state import OffloadedEntries, OffloadedState
 from shoestring.trace.places import is_elsewhere
 
@@ -761,3 +762,11 @@ def test_its_readme_runs(tmp_path: Path) -> None:
     text = Path(technique.__file__).with_name("README.md").read_text()
     code = text.partition("```python\n")[2].partition("```")[0]
     exec(compile(code, "README.md", "exec"), {})
+
+
+def test_buffers_can_be_looked_at_in_any_type() -> None:
+    """A model of an odd number of weights has no chunk of an odd number of bytes."""
+    for elements in (1, 999, 1_429_354):
+        size = chunk_bytes([torch.empty(elements, 4, device="meta")])
+        for each in buffer_sizes([64, 128, size], size):
+            assert each % 8 == 0, (elements, each)

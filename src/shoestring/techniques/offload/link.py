@@ -221,7 +221,8 @@ class Passage:
 
 def chunk_bytes(parameters: Iterable[torch.Tensor]) -> int:
     """Of state that moves together, for an optimizer of these parameters."""
-    return min(CHUNK_BYTES, sum(p.numel() * p.element_size() for p in parameters) // _CHUNKS)
+    weights = sum(p.numel() * p.element_size() for p in parameters)
+    return min(CHUNK_BYTES, aligned(weights // _CHUNKS))
 
 
 def buffer_sizes(each: Sequence[int], chunk: int) -> tuple[int, ...]:
