@@ -271,7 +271,7 @@ _RULES: dict[str, Callable[[Op], int]] = {
                      "_log_softmax_backward_data", "avg_pool2d", "max_pool2d_with_indices",
                      "_adaptive_avg_pool2d", "reflection_pad1d", "reflection_pad2d",
                      "replication_pad1d", "replication_pad2d", "_fft_r2c", "_fft_c2r",
-                     "_fft_c2c", "_cdist_forward"), contiguous_bytes),
+                     "_fft_c2c", "_cdist_forward", "_cdist_backward"), contiguous_bytes),
     **dict.fromkeys(("_embedding_bag", "_embedding_bag_backward"), bag),
     "_scaled_dot_product_flash_attention_for_cpu": _attention,
     "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
