@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from shoestring.techniques.precision.emulated import Rounded, rounded_
+from shoestring.techniques.emulated import Rounded, rounded_
 from shoestring.verification.floats import computed_kinds
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import shoestring as ss
-from shoestring.techniques.precision.emulated import Rounded
+from shoestring.techniques.emulated import Rounded
 from shoestring.verification.near import NearBounds
 from shoestring.verification.noise import noises
 from shoestring.verification.pair import Pair

@@ -94,7 +94,7 @@ def makes_state(model: nn.Module) -> bool:
 
 
 def growing(model: nn.Module) -> tuple[str, ...]:
-    """What to say of a model whose state did not stop to grow."""
+    """The note for a model whose state did not stop growing."""
     if model not in _growing:
         return ()
     return (

@@ -27,7 +27,7 @@ from ..techniques.distance import (
     RoundingNoise,
     longer,
 )
-from ..techniques.precision.emulated import EPSILON
+from ..techniques.emulated import EPSILON
 from .noise import noises, trained_in_bits
 from .pair import Pair, runs_in_parts
 from .sides import Plain, Trained, plain_name

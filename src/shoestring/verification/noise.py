@@ -8,7 +8,7 @@ import torch
 
 from ..errors import InputError
 from ..techniques.distance import RoundingNoise
-from ..techniques.precision.emulated import BITS, Rounded, rounded_
+from ..techniques.emulated import BITS, Rounded, rounded_
 from .sides import Plain, Trained
 
 

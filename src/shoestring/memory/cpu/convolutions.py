@@ -62,6 +62,14 @@ def _is_first(weight: TensorSpec, groups: int) -> bool:
     return weight.shape[1] <= 3 and groups == 1
 
 
+def _makes_image(op: Op, weight: TensorSpec) -> bool:
+    """A transposed convolution in FP32 that enlarges to an image's few channels, which are written
+    as they lie. Its weight has the outgoing channels second."""
+    transposed = dict(op.settings).get("transposed", False)
+    flat = len(weight.shape) == 4 and weight.dtype.itemsize == 4
+    return transposed and flat and _stride(op) > 1 and _is_first(weight, _groups(op))
+
+
 def _of_one_pixel(weight: TensorSpec) -> bool:
     return all(n == 1 for n in weight.shape[2:])
 
@@ -148,7 +156,11 @@ def convolution(op: Op) -> int:
     small = torch.get_num_threads() * (_FEW_CHANNELS if few else _SMALL)
     beside = _by_image(op, result, result)
     if transposed:
-        copies = 0 if last and weight.dtype.itemsize == 4 else 2 * _padded(result)
+        made = _padded(result)
+        if _makes_image(op, weight):
+            made, beside = nbytes_of(result), beside + small
+            weights = _padded(weight) // weight.shape[0] * _to_blocks(weight.shape[0])
+        copies = 0 if last and weight.dtype.itemsize == 4 else 2 * made
         copies += small if len(weight.shape) == 3 and _stride(op) > 1 else 0
         return copies + 2 * _padded(source) + 2 * weights + beside
     if last:
@@ -166,6 +178,8 @@ def convolution_backward(op: Op) -> int:
     given, groups = dict(op.inputs), _groups(op)
     weight, source, gradient = given["weight"], given["input"], given["grad_output"]
     last, grad = _channels_last(op, "input"), _padded(gradient)
+    if _makes_image(op, weight):
+        grad = nbytes_of(gradient)
     turned = grad if last != _channels_last(op, "grad_output") else 0
     turned += _unfit(op, "input") + _unfit(op, "grad_output")
     if len(weight.shape) == 5 and _of_one_pixel(weight) and _stride(op) == 1:

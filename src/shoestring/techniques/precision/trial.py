@@ -33,11 +33,11 @@ from ...trace.untouched import Untouched, hooks_of
 from ..base import Setup
 from ..distance import NEAR_LARGEST, NEAR_MULTIPLE, NEAR_SPREAD, RoundingNoise, distance, longer
 from ..draws import observed_by
+from ..emulated import BITS, EPSILON, Rounded, rounded_
 from ..offers import Context
 from ..splitting.bounds import InBounds
 from .check import named_failures, sees_scaled
 from .convert import lower_model
-from .emulated import BITS, EPSILON, Rounded, rounded_
 
 LARGEST = 2**31
 """Bytes of a model that is copied for this; of a larger one it is assumed."""

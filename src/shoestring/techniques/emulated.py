@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from ...torch_private.autograd import runs_backward
-from ...torch_private.dispatch import OperationMode
-from ...torch_private.trees import tensor_leaves
+from ..torch_private.autograd import runs_backward
+from ..torch_private.dispatch import OperationMode
+from ..torch_private.trees import tensor_leaves
 
 BITS = {"fp32": 23, "fp16": 11, "bf16": 8}
 """Of the significand, the leading one included; of FP32 one less, so that rounding shows."""
