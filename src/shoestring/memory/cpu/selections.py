@@ -30,7 +30,7 @@ def by_mask(op: Op) -> int:
 
 
 def masked_select(op: Op) -> int:
-    """How many come before each element, before the result is there; the mask once more if it is
+    """How many come before each element, before the result is there; the mask too if it is
     broadcast or strided."""
     given = dict(op.inputs)
     alike = given["mask"].shape == given["self"].shape and not op.strided

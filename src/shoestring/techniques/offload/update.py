@@ -198,7 +198,7 @@ class StreamedUpdate:
                 state.pack(parameter, link.written)
 
     def _guessed(self, key: int) -> Chunk | None:
-        """What comes next as in the last step, where the backward pass calls for updates."""
+        """The chunk that came next in the last step, where the backward pass calls for updates."""
         setup = self._setup()
         return self._after.get(key) if setup is not None and setup.updates_in_backward else None
 
