@@ -49,7 +49,7 @@ QUICK = ("state", "state, released", "half of it", "sums", "weights and state", 
 def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of several tensors, and tensors in several pieces."""
     for part in (offload.link, offload.update):
-        monkeypatch.setattr(part, "CHUNK_BYTES", 40_000)
+        monkeypatch.setattr(part, "chunk_bytes", lambda parameters: 40_000)
     monkeypatch.setattr(gradient_release.sums, "BUFFER_BYTES", 3072)
 
 
@@ -166,7 +166,7 @@ def test_state_is_fetched_ahead_once_where_chunks_are_others_than_in_the_first_s
 ) -> None:
     """What the first step guessed of SGD's state is twice of what it is: two chunks become one."""
     for part in (offload.link, offload.update):
-        monkeypatch.setattr(part, "CHUNK_BYTES", 80_000)
+        monkeypatch.setattr(part, "chunk_bytes", lambda parameters: 80_000)
     assert faults(PLANS["state"], Recorder(), monkeypatch) == []
 
 
