@@ -319,8 +319,11 @@ def _noting_released(
         yield
         return
 
-    def note(*_: Any) -> None:
-        made.note_gradients(recorder, named)
+    names = {id(parameter): name for name, parameter in named.items()}
+
+    def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        stepped = (p for group in optimizer.param_groups for p in group["params"])
+        made.note_gradients(recorder, {names[id(p)]: p for p in stepped if id(p) in names})
 
     note.each_parameter = True  # type: ignore[attr-defined] # it may see one at a time
     handle = step.optimizer.register_step_pre_hook(note)

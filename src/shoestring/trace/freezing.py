@@ -82,7 +82,7 @@ class RecordedStep:
 
     def note_gradients(self, recorder: Recorder, named: dict[str, nn.Parameter]) -> None:
         """Which storages are gradients, once there are any."""
-        with DisableTorchFunction():  # all are looked at in each of many updates
+        with DisableTorchFunction():  # asked of many
             for name, parameter in named.items():
                 gradient = parameter.grad
                 if gradient is not None:
