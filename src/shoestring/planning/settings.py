@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
 
 from ..techniques.base import Technique
 from ..techniques.claims import Circumstances, Level
@@ -69,19 +68,43 @@ def settings(
     offers: Sequence[Sequence[Offer]], allowed: Allowed, at: Circumstances
 ) -> list[Setting]:
     """Every combination that is allowed, the closest to plain training first."""
-    ladders: list[list[Offer | None]] = []
-    for ladder in offers:
-        some = [offer for offer in ladder if allowed.permits(offer, at)]
-        ladders.append([*some] if any(o.dominates for o in some) else [None, *some])
-    found = [Setting(_without_idle(chosen)) for chosen in product(*ladders)]
+    pairs: dict[tuple[int, int], bool] = {}
+
+    def fit(one: Offer, other: Offer) -> bool:
+        key = id(one), id(other)
+        if key not in pairs:
+            may_go = _is_idle_beside_others(one) or _is_idle_beside_others(other)
+            pairs[key] = may_go or not _refused(one, other)
+        return pairs[key]
+
+    chosen: list[tuple[Offer, ...]] = [()]
+    for ladder in offers:  # most combinations end early: one offer is not for another's company
+        some: list[Offer | None] = [o for o in ladder if allowed.permits(o, at)]
+        if not any(o is not None and o.dominates for o in some):
+            some.insert(0, None)
+        chosen = [
+            c if offer is None else (*c, offer)
+            for c in chosen
+            for offer in some
+            if offer is None or all(fit(offer, o) for o in c)
+        ]
+    found = [Setting(_without_idle(c)) for c in chosen]
     together = [s for s in found if refusal(s.techniques) is None and not s.refused]
     return sorted(together, key=lambda s: s.rank(at))
 
 
-def _without_idle(chosen: Iterable[Offer | None]) -> tuple[Offer, ...]:
-    """Without an update that another technique's takes the place of."""
-    made = [offer for offer in chosen if offer is not None]
-    replaced = any(o.technique.updates_on_device and not o.dominates for o in made)
-    return tuple(
-        o for o in made if not (replaced and o.dominates and o.technique.updates_on_device)
+def _refused(one: Offer, other: Offer) -> bool:
+    techniques = one.technique, other.technique
+    return refusal(techniques) is not None or any(
+        offer.refuses(technique) for offer in (one, other) for technique in techniques
     )
+
+
+def _is_idle_beside_others(offer: Offer) -> bool:
+    return offer.dominates and offer.technique.updates_on_device
+
+
+def _without_idle(chosen: tuple[Offer, ...]) -> tuple[Offer, ...]:
+    """Without an update that another technique's takes the place of."""
+    replaced = any(o.technique.updates_on_device and not o.dominates for o in chosen)
+    return tuple(o for o in chosen if not (replaced and _is_idle_beside_others(o)))
