@@ -203,3 +203,13 @@ def test_a_copy_with_parameters_of_its_own_is_not_traced() -> None:
     model = nn.Sequential(nn.Linear(4, 4), scripted)
     with pytest.raises(TraceError, match=r"parameters of its own: torch\.jit\.script"):
         ss.profile(model, torch.randn(3, 4), loss=mean_square, optimizer="adamw")
+
+
+def test_only_the_optimizer_is_told_to_ask_for_a_closure() -> None:
+    """A model whose own error has that word in it is told that error."""
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("the closure of this set is empty")
+
+    with pytest.raises(ss.InputError, match="the closure of this set"):
+        ss.measure(nn.Linear(4, 4), torch.randn(2, 4), loss=loss, optimizer="sgd")

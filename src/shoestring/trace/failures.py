@@ -37,8 +37,6 @@ def user_code() -> Iterator[None]:
             first = f"KeyError: {first}"
         if isinstance(error, SystemExit):
             first = f"it called sys.exit({error.code!r})"
-        if "closure" in first.lower():
-            raise needs_closure("the optimizer") from error
         raise InputError(
             f"the model failed on this batch: {first}",
             hint="loss(model, batch) must run as it would in training",

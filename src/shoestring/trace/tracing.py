@@ -19,7 +19,7 @@ from .batches import tensors_of
 from .compiled import uncompiled
 from .cuda import CudaKernels
 from .draws import at_worst
-from .failures import check_loss, check_trainable, named_failures, other_model
+from .failures import check_loss, check_trainable, closure_named, named_failures, other_model
 from .fakes import (
     OptimizerLike,
     default_to_foreach,
@@ -162,7 +162,8 @@ def _record_step(
     if optimizer is not None:
         recorder.phase = Phase.OPTIMIZER
         recorder.recording = False  # the first step makes the state, the second is the steady one
-        optimizer.step()
+        with closure_named(optimizer):
+            optimizer.step()
         step.note_state(recorder, optimizer, named)
         recorder.recording = True
         optimizer.step()

@@ -15,7 +15,7 @@ from ...errors import InputError
 from ...plain_values import PlainValues
 from ...torch_private.storages import held_in
 from ...trace.batches import check_layouts, tensors_of
-from ...trace.failures import check_loss, check_module, user_code
+from ...trace.failures import check_loss, check_module, closure_named, user_code
 from ...trace.fakes import (
     check_optimizer,
     late_in_training,
@@ -116,7 +116,8 @@ def training_step(
     value.backward()
     entering(Phase.OPTIMIZER)
     if optimizer is not None:
-        optimizer.step()
+        with closure_named(optimizer):
+            optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     for parameter in model.parameters():
         parameter.grad = None
